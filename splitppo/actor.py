@@ -19,7 +19,7 @@ from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
-from splitppo.rewards.scorer import FAILING_STEPS, failure_line
+from splitppo.rewards.scorer import FAILING_STEPS, say_failures
 from splitppo.rollout import Episode, Rollout, digest
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
@@ -136,8 +136,9 @@ class Actor:
         old = sampled
         sums = {}
         if not by_engine or not self.compared:
-            outputs = partial(self._outputs, entropy=True)
-            trainers, entropy = self.policy.forward(rollout, outputs, fields=2)
+            trainers, entropy = self.policy.forward(
+                rollout, partial(self._outputs, entropy=True), fields=2
+            )
             if not self.compared:
                 fresh = rollout.ages() == 0
                 self._compare(sampled[fresh], trainers[fresh])
@@ -194,9 +195,13 @@ class Actor:
         waits = bool(self.group.all_max([waits])[0])
         if not waits:
             mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
-            fields = fields | weights
             figures = self.policy.update(
-                rollout, mini_batches, fields, self._objective, step=step, epochs=ppo.epochs
+                rollout,
+                mini_batches,
+                fields | weights,
+                self._objective,
+                step=step,
+                epochs=ppo.epochs,
             )
         # or no step before had an update, either
         if not figures and (waits or self.policy.waited == step - 1):
@@ -208,8 +213,9 @@ class Actor:
             metrics |= {f"actor/{name}": figures[0][name] for name in algo.STALENESS}
             metrics["window/ess"] = figures[0]["stale_ratio"] ** 2 / figures[0]["stale_square"]
         self.trained |= len(metrics["optimizer_steps"]) > metrics["actor/skipped"]
-        rate = self.policy.learning_rate(step) if step > self.policy.waited else 0.0
-        return metrics | {"actor/lr": rate}
+        return metrics | {
+            "actor/lr": self.policy.learning_rate(step) if step > self.policy.waited else 0.0
+        }
 
     def close(self) -> None:
         """Ends the engine, environments, and the processes of the validation's rewards."""
@@ -251,8 +257,8 @@ class Actor:
             total.update(part)
         failed = [failure for part in failures for failure in part]
         turns = total.pop("turns", 0)
-        if failed and self.group.is_first:
-            say(f"[actor]  {failure_line(failed, 'environments')}")
+        if self.group.is_first:
+            say_failures("[actor]  ", failed, "environments")
         self.failing = self.failing + 1 if failed and not turns else 0
         if self.failing == FAILING_STEPS:
             cause = failed[0][1].text
@@ -276,8 +282,9 @@ class Actor:
         weights, sums = algo.importance_weights(
             rollout.split(old), engine, ppo.importance, ppo.importance_cap
         )
-        own = torch.tensor([*sums.values(), float(rollout.tokens)])
-        *totals, tokens = self.group.all_sum(own).tolist()
+        *totals, tokens = self.group.all_sum(
+            torch.tensor([*sums.values(), float(rollout.tokens)])
+        ).tolist()
         by_name = zip(sums, totals, strict=True)
         return {"weights": torch.cat([*weights, torch.zeros(0)])}, {
             f"actor/{name}": total / max(tokens, 1) for name, total in by_name
@@ -336,8 +343,9 @@ class Actor:
         # top-p and top-k raise the engine's log-probs by the log of the probability that they keep
         kept = math.inf if rollout.top_k else -math.log(rollout.top_p)
         apart = (old - sampled).clamp(min=0) + (sampled - old - kept).clamp(min=0)
-        sums = torch.tensor([float(apart.sum()), float(len(apart))])
-        total, tokens = self.group.all_sum(sums).tolist()
+        total, tokens = self.group.all_sum(
+            torch.tensor([float(apart.sum()), float(len(apart))])
+        ).tolist()
         self.compared = tokens > 0
         mean = total / max(tokens, 1)
         much, most = MISMATCH[self.engine_dtype]
@@ -396,10 +404,11 @@ class Actor:
             }
         if not rows:
             return found
-        found |= {name: total / tokens for name, total in zip(sums, totals, strict=True)}
-        found |= {"actor/mismatch_max": max(worsts)} if "actor/mismatch_mean" in found else {}
-        found |= {"window/age/mean": age / tokens} if self.sampler.window else {}
-        return found | {
+        return {
+            **found,
+            **{name: total / tokens for name, total in zip(sums, totals, strict=True)},
+            **({"actor/mismatch_max": max(worsts)} if "actor/mismatch_mean" in sums else {}),
+            **({"window/age/mean": age / tokens} if self.sampler.window else {}),
             "response_length/mean": tokens / rows,
             "response_length/max": max(longest),
             "response_length/clip_ratio": cut / rows,

@@ -10,11 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitppo.errors import WireError
 from splitppo.job.collectives import Group
-from splitppo.job.wire import Hop, Wire
+from splitppo.job.wire import Hop, Wire, WireError
 from splitppo.placement import Placement, Role, StepPlan, chunk_sizes
-from splitppo.rollout import Episode, Rollout, exchange_rows, pack_rows, unpack_rows
+from splitppo.rollout import (
+    Episode,
+    Rollout,
+    exchange_rows,
+    exchange_tensors,
+    pack_rows,
+    unpack_rows,
+)
 
 
 class _Link:
@@ -73,9 +79,6 @@ class RolloutLink(_Link):
         self.chunks = chunks
         self.window = window
         self._step = 0
-        self._peer_of: dict[int, int] = {}  # slot -> peer
-        self._place: dict[int, int] = {}  # slot -> tokens that it has decoded in this step
-        self._filling: dict[int, list[Episode]] = {}  # peer -> rows of its next chunk
         # peer -> its chunks; their rows, None: as many as end
         self._due: dict[int, deque[tuple[Hop, int | None]]] = {}
         self._ready: list[tuple[Hop, list[Episode]]] = []
@@ -94,13 +97,9 @@ class RolloutLink(_Link):
             self._filling[peer].append(episode)
             if len(self._filling[peer]) == self._due[peer][0][1]:
                 self._close(peer)
-        waiting = self._ready
-        self._ready = []
-        for message in waiting:
-            if self.wire.is_clear(message[0]):
-                self._post([message])
-            else:
-                self._ready.append(message)
+        clear = {hop for hop, _ in self._ready if self.wire.is_clear(hop)}
+        self._post([message for message in self._ready if message[0] in clear])
+        self._ready = [message for message in self._ready if message[0] not in clear]
 
     def flush(self, plan: StepPlan) -> Future[None]:
         """Actor: a thread posts what is left and waits for each critic rank in turn. Every row must
@@ -124,8 +123,9 @@ class RolloutLink(_Link):
         episodes = []
         for rank, slots in self._peers(plan):
             if self.window or chunk_sizes(len(slots), self.chunks)[chunk]:
-                hop = self._hop(plan.step, rank, chunk)
-                _, message = self._recv(hop, torch.int32, lambda head: head[0])
+                _, message = self._recv(
+                    self._hop(plan.step, rank, chunk), torch.int32, lambda head: head[0]
+                )
                 episodes += unpack_rows(message)
         return episodes
 
@@ -135,9 +135,9 @@ class RolloutLink(_Link):
             return
         self._step = plan.step
         self._due = {}
-        self._peer_of = {}
-        self._filling = defaultdict(list)
-        self._place = defaultdict(int)
+        self._peer_of: dict[int, int] = {}  # slot -> peer
+        self._filling = defaultdict[int, list[Episode]](list)  # peer -> rows of its next chunk
+        self._place = defaultdict[int, int](int)  # slot -> tokens that it has decoded in this step
         for peer, slots in self._peers(plan):
             sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
             self._due[peer] = deque(
@@ -232,8 +232,10 @@ class Exchange:
         actor."""
         if self.same:
             return rollout
-        sent = self._sent("actor", "critic", plan, rollout)
-        parts = [[rollout.episodes[rollout.index[row]] for row in rows] for rows in sent]
+        parts = [
+            [rollout.episodes[rollout.index[row]] for row in rows]
+            for rows in self._sent("actor", "critic", plan, rollout)
+        ]
         return Rollout(exchange_rows(self.groups["actor"], parts))
 
     def _tensors(
@@ -249,24 +251,20 @@ class Exchange:
         rows `held`, this rank's as a sender."""
         if self.same:
             return list(packed)
-        # a token's values side by side, so that one row's part follows another's
-        values = torch.stack(list(packed)).float()
-        sent = self._sent(sender, receiver, plan, held)
-        parts = self.groups[sender].all_to_all(
-            [held.select(values, rows).T.flatten() for rows in sent]
-        )
+        group = self.groups[sender]
         rank = self.groups[receiver].dp_rank
-        slots = (plan.between(sender, peer, receiver, rank) for peer in range(len(parts)))
+        slots = (plan.between(sender, peer, receiver, rank) for peer in range(group.dp_size))
         rows = [row for part in slots for row in plan.rows_of(part, due.rows)]
-        tokens = torch.cat(parts).view(-1, len(packed))
-        pieces = tokens.split([due.lengths[due.index[row]] for row in rows])
-        by_row = dict(zip(rows, pieces, strict=True))
-        return list(torch.cat([values.T[:0], *(by_row[row] for row in due.rows)]).T.contiguous())
+        return exchange_tensors(
+            group, packed, held, self._sent(sender, receiver, plan, held), rows, due
+        )
 
     def _sent(self, sender: Role, receiver: Role, plan: StepPlan, held: Rollout) -> list[list[int]]:
         """The rows that each rank on this rank's line gets from it."""
         group = self.groups[sender]
-        ranks = (peer * group.set_size + group.set_rank for peer in range(group.dp_size))
-        theirs = (rank // self.groups[receiver].set_size for rank in ranks)
+        theirs = (
+            (peer * group.set_size + group.set_rank) // self.groups[receiver].set_size
+            for peer in range(group.dp_size)
+        )
         slots = (plan.between(sender, group.dp_rank, receiver, rank) for rank in theirs)
         return [plan.rows_of(part, held.rows) for part in slots]

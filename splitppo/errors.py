@@ -19,16 +19,13 @@ class UserError(Exception):
     """Wrong input: its message says the value, the rule and the remedy."""
 
 
-class WireError(RuntimeError):
-    """A wait for another rank ran out of time, or a message is not what was due."""
-
-
-def say(line: str, *, error: bool = False) -> None:
-    """Prints a line, an error to standard error; on a terminal in the place of a progress bar,
-    which another rank may have drawn there."""
+def say(*parts: str, error: bool = False) -> None:
+    """Prints a line of the parts that are not empty, an error to standard error; on a terminal in
+    the place of a progress bar, which another rank may have drawn there."""
     stream = sys.stderr if error else sys.stdout
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
-    print(f"{CLEAR if stream.isatty() else ''}{line}\n", end="", flush=True, file=stream)
+    start = CLEAR if stream.isatty() else ""
+    print(f"{start}{'; '.join(filter(None, parts))}\n", end="", flush=True, file=stream)
 
 
 def warn(message: str) -> None:

@@ -22,7 +22,7 @@ from splitppo.models.batching import (
     to_device,
 )
 from splitppo.models.names import buffers_of, weights_of
-from splitppo.models.offload import HostShards, HostState, state_of
+from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.rollout import Rollout
@@ -67,9 +67,8 @@ class Learner:
         trained = [p for p in model.parameters() if p.requires_grad]
         # some versions of torch run the fused kernel on one mesh only
         alike: dict[Any, list[nn.Parameter]] = {}
-        for parameter in sorted(trained, key=lambda p: p.ndim < 2):
-            kind = parameter.ndim < 2, getattr(parameter, "device_mesh", None)
-            alike.setdefault(kind, []).append(parameter)
+        for p in sorted(trained, key=lambda p: p.ndim < 2):
+            alike.setdefault((p.ndim < 2, getattr(p, "device_mesh", None)), []).append(p)
         decay = {True: 0.0, False: optim.weight_decay}  # True: biases and norms
         groups = [{"params": p, "weight_decay": decay[plain]} for (plain, _), p in alike.items()]
         self.optimizer = torch.optim.AdamW(
@@ -79,23 +78,17 @@ class Learner:
         # steps of the run before the model's first update: its schedule begins after them
         self.waited = 0
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
-        self.shards = HostShards(model, runner.device) if offload == "all" else None
+        self.shards = HostShards(model, runner.device) if offload == "all" else Offloaded()
         self.release_memory()
-
-    def fetch(self) -> None:
-        """Brings the weights to the device, unless they are there."""
-        if self.shards:
-            self.shards.fetch()
 
     def release_memory(self, *, changed: bool = True) -> None:
         """Gives back the weights' memory on the device if they are offloaded. `changed` is as in
         `HostShards`."""
-        if self.shards:
-            self.shards.release(changed=changed)
+        self.shards.release(changed=changed)
 
     def forward(self, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
         """`Runner.forward` of the model. Its weights stay on the device."""
-        self.fetch()
+        self.shards.fetch()
         return self.runner.forward(self.model, rollout, outputs, fields=fields)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -126,8 +119,11 @@ class Learner:
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
         batch = micro_batch(rollout.episodes, self.runner.device, packed=is_packed(self.model))
-        zeros = torch.zeros(batch.mask.shape, device=self.runner.device)
-        loss, _ = objective(self.model, batch, dict.fromkeys(given, zeros))
+        loss, _ = objective(
+            self.model,
+            batch,
+            dict.fromkeys(given, torch.zeros(batch.mask.shape, device=self.runner.device)),
+        )
         loss.backward()
         self.optimizer.zero_grad()
         self.release_memory(changed=False)
@@ -166,7 +162,7 @@ class Learner:
         work_metrics = self._work_metrics(rollout, plans, epochs)
         sums = []
         norms = []
-        self.fetch()
+        self.shards.fetch()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, by_row, objective, total))
@@ -179,14 +175,17 @@ class Learner:
         ]
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
-        sent = torch.tensor(parts, dtype=torch.float64)
-        totals = self.runner.group.all_sum(sent).tolist() if parts else []
+        totals = (
+            self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+            if parts
+            else []
+        )
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
-        self.fetch()
+        self.shards.fetch()
         # a forward without a backward leaves the root's weights gathered
         cast(FSDPModule, self.model).reshard()
         return weights_of(self.model)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -76,8 +76,7 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
             f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node"
         )
     nodes = world // local_world
-    unit = nodes if mode == "per_node" else local_world
-    actor = _actor_size(config, world, unit, mode)
+    actor = _actor_size(config, world, nodes if mode == "per_node" else local_world, mode)
     if mode == "by_node":
         return Placement(mode, {"actor": tuple(range(actor)), "critic": tuple(range(actor, world))})
     cut = actor // nodes
@@ -141,13 +140,14 @@ def replicas(
 def set_sizes(config: Config) -> dict[Role, list[int]]:
     """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows
     together, then of its frozen models."""
-    sizes: dict[Role, list[int]] = {role: [] for role in ROLES}
-    for model, role in _holders(config).items():
-        sizes[role].append(config.tensor_parallel(model))
-    return sizes
+    held = holders(config).items()
+    return {
+        role: [config.tensor_parallel(model) for model, holder in held if holder == role]
+        for role in ROLES
+    }
 
 
-def _holders(config: Config) -> dict[str, Role]:
+def holders(config: Config) -> dict[str, Role]:
     """Model -> the group that holds it, if the run has it; the models that are trained come
     first."""
     return {
@@ -168,7 +168,7 @@ def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
     """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a
     replica."""
-    for model, role in _holders(config).items():
+    for model, role in holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
         check_cut(
             f"the {model}'s",
@@ -288,13 +288,8 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
     return [before - after for before, after in pairwise(left)]
 
 
-def cut_evenly(slots: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Contiguous pieces whose lengths differ by one at most."""
-    return [piece(slots, count, i) for i in range(count)]
-
-
 def piece(slots: Sequence[int], count: int, i: int) -> Sequence[int]:
-    """The i-th of the pieces of `cut_evenly`."""
+    """The i-th of so many contiguous pieces, whose lengths differ by one at most."""
     return slots[len(slots) * i // count : len(slots) * (i + 1) // count]
 
 
@@ -328,17 +323,15 @@ def _deal(
     sums = [0] * ranks
     for slots in mini_batches:
         pieces: list[list[int]] = [[] for _ in range(ranks)]
-        room = [len(part) for part in cut_evenly(slots, ranks)]
+        room = [len(piece(slots, ranks, rank)) for rank in range(ranks)]
         smallest = [(sums[rank], rank) for rank in range(ranks) if room[rank]]  # of ranks with room
         heapify(smallest)
         # of equal ones, the first comes first
         for slot in sorted(slots, key=contexts.__getitem__, reverse=True):
-            _, rank = smallest[0]
+            _, rank = heappop(smallest)
             pieces[rank].append(slot)
             sums[rank] += contexts[slot]
             if len(pieces[rank]) < room[rank]:
-                heapreplace(smallest, (sums[rank], rank))
-            else:
-                heappop(smallest)
+                heappush(smallest, (sums[rank], rank))
         orders.append(tuple(slot for part in pieces for slot in part))
     return tuple(orders)

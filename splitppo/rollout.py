@@ -186,8 +186,9 @@ def dialogue(
 
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
     """An ended row whose response was sampled at once; it has no log-probs."""
-    segment = Segment(array(IDS, response), array(LOGPROBS))
-    return Episode(row, array(IDS, prompt), (segment,), "eos")
+    return Episode(
+        row, array(IDS, prompt), (Segment(array(IDS, response), array(LOGPROBS)),), "eos"
+    )
 
 
 def tensor_of(parts: Iterable[Any], dtype: torch.dtype) -> Tensor:
@@ -201,9 +202,10 @@ def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
     ids and, if asked for, the bits of the log-probs."""
     parts: list[Any] = []
     for episode in episodes:
-        end = ENDS.index(episode.end)
         parts += [
-            ROW.pack(episode.row, end, len(episode.prompt), len(episode.segments)),
+            ROW.pack(
+                episode.row, ENDS.index(episode.end), len(episode.prompt), len(episode.segments)
+            ),
             episode.prompt,
         ]
         for ids, sampled, version, reward in episode.segments:
@@ -322,3 +324,22 @@ class Rollout:
         ]
         ages, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
         return ages.repeat_interleave(tokens)
+
+
+def exchange_tensors(
+    group: Any,
+    packed: Sequence[Tensor],
+    held: Rollout,
+    sent: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    due: Rollout,
+) -> list[Tensor]:
+    """Sends each rank of a `Group`, in their order, its `sent` rows' part of packed tensors `[N]`
+    of the rows `held`. Returns float32 tensors `[N]` of the rows `due`; `rows`: these in the order
+    in which they come."""
+    # a token's values side by side, so that one row's part follows another's
+    values = torch.stack(list(packed)).float()
+    parts = group.all_to_all([held.select(values, part).T.flatten() for part in sent])
+    pieces = torch.cat(parts).view(-1, len(packed)).split([due.lengths[due.index[r]] for r in rows])
+    by_row = dict(zip(rows, pieces, strict=True))
+    return list(torch.cat([values.T[:0], *(by_row[row] for row in due.rows)]).T.contiguous())

@@ -128,24 +128,22 @@ class Sampler:
 
     def row(self, step: int, slot: int) -> Episode:
         """The row that a slot begins a step with; this rank owns the slot."""
-        first = (step - 1) * self.slots + slot
-        return self.held[slot] if slot in self.open else self.fresh(first)
+        return self.held[slot] if slot in self.open else self.fresh((step - 1) * self.slots + slot)
 
     def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
         """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
         the slots of each rank, ascending. All ranks of the actor group call it before a rollout."""
-        here = owned[group.dp_rank]
         sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
-        self.held = {slot: self.held[slot] for slot in here if slot in self.held}
+        self.held = {slot: self.held[slot] for slot in owned[group.dp_rank] if slot in self.held}
         if self.window and not self._everywhere:
-            moved = exchange_rows(group, sent, logprobs=True)
-            self.held |= {row.row % self.slots: row for row in moved}
+            self.held |= {
+                row.row % self.slots: row for row in exchange_rows(group, sent, logprobs=True)
+            }
 
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        own = self.held.items()
-        known = {slot: self._known(row) for slot, row in own}
+        known = {slot: self._known(row) for slot, row in self.held.items()}
         decoded = {}
         for rows, part in group.all_gather((known, self._decoded)):
             self.open |= rows

@@ -28,7 +28,6 @@ from splitppo.channel import Exchange, Links
 from splitppo.config import Config
 from splitppo.config.cli import as_flags
 from splitppo.critic import Critic, join
-from splitppo.errors import UserError, command
 from splitppo.job.loading import IMPORTED
 from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.rollout import Rollout
@@ -155,18 +154,15 @@ def train(run: Run) -> None:
     critic = run.build.critic() if "critic" in run.runtime.groups else None
     run.begin(actor=actor, critic=critic)
     if actor and critic:
-        colocated_loop(run, actor, critic, run.build.exchange())
-    elif actor:
-        run.links = run.build.links()
+        colocated_loop(run, actor, critic, Exchange(run.runtime.groups))
+    elif actor and run.links:
         actor_loop(run, actor, run.links)
-    elif critic:
-        run.links = run.build.links()
+    elif critic and run.links:
         critic_loop(run, critic, run.links)
     for part in filter(None, (actor, critic)):
         part.close()
 
 
-@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status (`run_rank`)."""
     return run_rank(train, lambda: sys.argv[1:] if argv is None else argv)
@@ -199,14 +195,11 @@ def run(
 
     def flags() -> list[str]:
         function = [] if reward is None else ["--reward.function", name_function(reward)]
-        given = sys.argv[1:] if argv is None else argv
-        if given and not given[0].startswith("-"):  # it would count for the script's last flag
-            raise UserError(f"{given[0]}: unknown word; settings are flags, such as --steps 20")
-        return [*as_flags(config), *function, *given]
+        return as_flags(config, *function, given=sys.argv[1:] if argv is None else argv)
 
     # under torchrun at once, as below; alone as any script, since the process may be a notebook's
     leave = os._exit if "RANK" in os.environ else sys.exit
-    leave(command(run_rank)(train, flags))
+    leave(run_rank(train, flags))
 
 
 if __name__ == "__main__":

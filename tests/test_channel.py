@@ -18,11 +18,10 @@ from ranks import run_ranks, run_threads, thread_collectives, thread_groups
 
 from splitppo.channel import Exchange, Links
 from splitppo.config import PlacementConfig
-from splitppo.errors import WireError
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.job.wire import Hop, Wire
+from splitppo.job.wire import Hop, Wire, WireError
 from splitppo.placement import Placement, Role, own, place
 from splitppo.rollout import Rollout
 

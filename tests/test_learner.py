@@ -184,9 +184,7 @@ def plain(folder, kind, weights):
     return outs, float(loss.detach()), float(norm), model.state_dict()
 
 
-@pytest.fixture(
-    scope="module", params=[(1, False), (2, False), (3, False), (1, True), (3, True)], ids=str
-)
+@pytest.fixture(scope="module", params=[(1, False), (3, False), (3, True)], ids=str)
 def both_kinds(folder, request):
     world, packed = request.param
     return run_ranks(world, train_both_rank, world, folder, packed)
@@ -239,8 +237,8 @@ WORK = [[[0, 1, 2], [6]], [[3, 4], [7, 8, 9, 10]]]  # rank -> mini-batch -> rows
 
 def by_value_rank(rank, folder):
     """An update of two mini-batches over two epochs, whose rows stay where they are: its figures,
-    the optimizer's settings in two steps, and what becomes of the weights if the gradient's norm
-    overflows."""
+    the optimizer's settings in two steps, and what becomes of the weights if one rank's gradient
+    is so large that its norm overflows."""
     learner, _ = make_learner(folder, "policy", 2, rank)
     optim = OptimConfig(
         lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2
@@ -265,7 +263,7 @@ def by_value_rank(rank, folder):
 
     def huge(model, batch, given):
         loss, metrics = policy_objective(model, batch, given)
-        return loss * 1e30, metrics
+        return loss * (1e30 if rank else 1), metrics  # of one rank alone
 
     bad = learner.update(rollout, WORK[rank], given, huge, step=3, epochs=1)
     after = full_weights(learner)
@@ -312,24 +310,6 @@ def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
         assert bad == [(math.inf, 1.0)] * 2
         assert same
         assert updates == 2
-
-
-def nan_rank(rank, world, folder):
-    """One rank's rows make a gradient that isn't finite."""
-    learner, _ = make_learner(folder, "policy", world, rank)
-    rows = mine(world, rank)
-    rollout = Rollout([s for s in samples() if s.row in rows[0]])
-    given = fields(rollout)
-    if rank == 1:
-        given["advantages"][0] = float("nan")
-    before = full_weights(learner)
-    figures = learner.update(rollout, rows, given, policy_objective, step=1, epochs=1)
-    after = full_weights(learner)
-    return figures[0]["skipped"], all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_gradient_that_is_not_finite_is_skipped_by_all(folder):
-    assert run_ranks(2, nan_rank, 2, folder) == [(1.0, True), (1.0, True)]
 
 
 def empty_rank(rank, world, folder):
@@ -423,10 +403,8 @@ def load_rank(rank, world, folder, target):
 def test_a_checkpoint_goes_on_under_another_size(folder, tmp_path):
     due = run_ranks(2, save_rank, 2, folder, tmp_path)[0]
     assert (tmp_path / "committed").read_text() == "1"
-    for size in (1, 3):
-        got = run_ranks(size, load_rank, size, folder, tmp_path)[0]
-        for name, weight in got.items():
-            torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
+    for name, weight in run_ranks(3, load_rank, 3, folder, tmp_path)[0].items():
+        torch.testing.assert_close(weight, due[name], rtol=0, atol=1e-6)
 
 
 def draw_rank(rank, world, folder):

@@ -67,12 +67,16 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     return map_paths(config, lambda _, file: os.path.expanduser(file))
 
 
-def as_flags(config: Config) -> list[str]:
-    """The settings that differ from their defaults, as arguments of the command line."""
+def as_flags(config: Config, *more: str, given: Sequence[str] = ()) -> list[str]:
+    """The settings that differ from their defaults, as arguments of the command line; then `more`,
+    and those that a script is `given`. Raises UserError if the latter begin with no flag."""
+    if given and not given[0].startswith("-"):  # it would count for the script's last flag
+        raise UserError(f"{given[0]}: unknown word; settings are flags, such as --steps 20")
     defaults = dict(toml.leaves(asdict(Config())))
-    return _flags(
-        {name: value for name, value in toml.leaves(asdict(config)) if value != defaults.get(name)}
-    )
+    changed = {
+        name: value for name, value in toml.leaves(asdict(config)) if value != defaults.get(name)
+    }
+    return [*_flags(changed), *more, *given]
 
 
 def given_settings(argv: Sequence[str]) -> list[str]:

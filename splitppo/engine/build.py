@@ -25,9 +25,8 @@ HOTTEST = 2.0
 
 def engine_kind(config: Config, device: str) -> str:
     """The engine that `engine.kind` selects on a device (`cuda`, `cpu`)."""
-    if config.engine.kind == "auto":
-        return "vllm" if device == "cuda" and vllm_version() else "hf"
-    return config.engine.kind
+    auto = "vllm" if device == "cuda" and vllm_version() else "hf"
+    return auto if config.engine.kind == "auto" else config.engine.kind
 
 
 def warnings(config: Config, device: str) -> list[str]:
@@ -87,9 +86,11 @@ def _check_hf(config: Config, device: str) -> None:
     engine = config.engine
     for name, default in FOR_VLLM.items():
         if (value := getattr(engine, name)) not in (default, "off"):
-            remedy = f"use {default} with engine.kind hf, or engine.kind vllm"
-            if engine.kind == "auto" and device == "cuda":
-                remedy = f"vLLM is not installed: {_installation(device)}, or use {default}"
+            remedy = (
+                f"vLLM is not installed: {_installation(device)}, or use {default}"
+                if engine.kind == "auto" and device == "cuda"
+                else f"use {default} with engine.kind hf, or engine.kind vllm"
+            )
             raise UserError(f"engine.{name}={value} is for vLLM only; {remedy}")
 
 

@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from splitppo.errors import UserError, WireError, one_line, say
+from splitppo.errors import UserError, one_line, say
 from splitppo.job.launch import ERROR_FILE, Launch, ends_quietly, record_error
 from splitppo.job.runtime import Runtime
+from splitppo.job.wire import WireError
 
 DIED = "died without an error message: killed, perhaps because memory ran out"
 # a killed process closes its connections at most so many seconds before it counts as dead

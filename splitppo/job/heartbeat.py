@@ -32,9 +32,11 @@ class Heartbeat:
         self.limit = min(limit, LONGEST)
         self.period = min(5.0, self.limit / 8)
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.hosts: dict[str, list[int]] = {}  # machine -> its ranks
-        for other, peer in enumerate(peers):
-            self.hosts.setdefault(peer.machine, []).append(other)
+        # machine -> its ranks
+        self.hosts = {
+            machine: [other for other, peer in enumerate(peers) if peer.machine == machine]
+            for machine in dict.fromkeys(peer.machine for peer in peers)
+        }
         self.store_answered = time.monotonic()
         # machine -> its counter, and when the counter changed
         self.seen: dict[str, tuple[int, float]] = dict.fromkeys(

@@ -49,9 +49,8 @@ class Peer:
 
 def connect(timeout: timedelta) -> dist.Store:
     """torchrun's key-value store; without torchrun, a store of this process alone."""
-    if "RANK" in os.environ:
-        return next(rendezvous("env://", timeout=timeout))[0]
-    return dist.HashStore()
+    launched = "RANK" in os.environ
+    return next(rendezvous("env://", timeout=timeout))[0] if launched else dist.HashStore()
 
 
 def join(

@@ -145,11 +145,6 @@ class Runtime:
         """Waits for all ranks, but not for the GPUs. Each `where` is used once."""
         self.all_gather(where, "")
 
-    def end_work(self) -> None:
-        """Returns when all ranks have finished their work. From here on ranks may end."""
-        self.barrier("end of the work")
-        self.work_done.set()
-
     def wait_for_all(self) -> None:
         """Keeps rank 0 until every other rank has called this: rank 0's process may hold the
         store."""

@@ -76,11 +76,11 @@ class StopSignals:
             time.sleep(0.1)
         if dead and not ends_quietly():
             saved = self.runtime.last_checkpoint()
-            parts = [
+            say(
                 f"{dead} {DIED}",
                 status.suspended_ranks(),
                 f"the last good checkpoint is {saved}" if saved else "",
-            ]
-            say("; ".join(filter(None, parts)), error=True)
+                error=True,
+            )
         if dead is not None and not done.is_set():
             os._exit(1)

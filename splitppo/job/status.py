@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from splitppo.errors import WireError
 from splitppo.job.nodes import Peer, process_state
+from splitppo.job.wire import WireError
 from splitppo.placement import Placement
 
 
@@ -56,9 +56,11 @@ class Status:
     def phases(self) -> str:
         """The ranks of each phase: a rank that did not come to a collective is in another phase
         than the others."""
-        ranks: dict[str, list[str]] = {}
-        for rank in range(len(self.peers)):
-            ranks.setdefault(self._phase(rank), []).append(str(rank))
+        by_rank = {str(rank): self._phase(rank) for rank in range(len(self.peers))}
+        ranks = {
+            phase: [rank for rank, own in by_rank.items() if own == phase]
+            for phase in dict.fromkeys(by_rank.values())
+        }
         return "; ".join(
             f"rank {', '.join(held[:8])}{', ...' * (len(held) > 8)} in {phase!r}"
             for phase, held in ranks.items()

@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitppo.errors import WireError
+
+class WireError(RuntimeError):
+    """A wait for another rank ran out of time, or a message is not what was due."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,8 @@ class Wire:
         # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the
         # thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
-        # that crossed here since the last `spent`
-        self.bytes = 0
-        self.seconds = 0.0
+        # since the last `spent`: MB that crossed here, seconds of copying
+        self.crossed: dict[str, float] = dict.fromkeys(("perf/wire_mb", "perf/wire_s"), 0.0)
 
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has given its clear-to-send. Doesn't wait."""
@@ -97,7 +98,7 @@ class Wire:
         self.store.set(f"{hop}/go", array("q", [payload.numel(), *header]).tobytes())
         self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
         self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
-        self.bytes += payload.nbytes
+        self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
 
     def recv(
         self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]
@@ -120,15 +121,14 @@ class Wire:
                 "do all ranks run one version?"
             )
         payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
-        self.bytes += payload.nbytes
+        self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
         self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
     def spent(self) -> dict[str, float]:
         """Metrics of what crossed at this rank since the last call: MB, and seconds of copying."""
-        figures = {"perf/wire_mb": self.bytes / 1e6, "perf/wire_s": self.seconds}
-        self.bytes = 0
-        self.seconds = 0.0
+        figures = self.crossed
+        self.crossed = dict.fromkeys(figures, 0.0)
         return figures
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:
@@ -173,7 +173,7 @@ class Wire:
             both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
             raise WireError(f"{hop}: the copy {both} failed: {error}") from error
         finally:
-            self.seconds += time.monotonic() - start
+            self.crossed["perf/wire_s"] += time.monotonic() - start
 
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
         return WireError(

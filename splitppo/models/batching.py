@@ -137,5 +137,4 @@ def partition(
 def dummy_rollout(tokens: int = 4096) -> Rollout:
     """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes:
     the compiler would take a dimension of the same size to be the same dimension."""
-    rows = -(-tokens // 106) | 1
-    return Rollout(episode_of(row, [0] * 7, [0] * 99) for row in range(rows))
+    return Rollout(episode_of(row, [0] * 7, [0] * 99) for row in range(-(-tokens // 106) | 1))

@@ -290,10 +290,10 @@ def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], se
 def on_meta() -> RemovableHandle:
     """While the context is open, new parameters go to the meta device; buffers (rotary tables) are
     computed."""
-    return register_module_parameter_registration_hook(cast(Any, _to_meta))
-
-
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.is_meta:
-        return parameter
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return register_module_parameter_registration_hook(
+        lambda _, __, own: (
+            own
+            if own.is_meta
+            else cast(Any, nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+        )
+    )

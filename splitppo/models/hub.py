@@ -233,21 +233,28 @@ def _explain(name: HubName, error: BaseException) -> UserError:
     login = "set HF_TOKEN or run hf auth login"
     url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
     cause = str(error).strip().partition("\n")[0]
-    if isinstance(error, errors.GatedRepoError):
-        return name.error("gated", f"ask for access at {url}, then {login}")
-    if isinstance(error, errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError):
-        return name.error("no such revision or folder there", f"look at {url}/tree/main")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return name.error(
+    of_hub = (
+        (errors.GatedRepoError, "gated", f"ask for access at {url}, then {login}"),
+        (
+            errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError,
+            "no such revision or folder there",
+            f"look at {url}/tree/main",
+        ),
+        (
+            errors.RepositoryNotFoundError,
             f"{NO_FOLDER[name.kind]}no such {name.kind} at {hub}, or a private one",
             f"check the name, or {login}",
-        )
-    if isinstance(error, errors.HTTPError):
-        return name.error(
+        ),
+        (
+            errors.HTTPError,
             f"{NO_FOLDER[name.kind]}{hub} doesn't give it ({type(error).__name__}: {cause})",
             "check the network, HF_ENDPOINT and HF_TOKEN, "
             "or set HF_HUB_OFFLINE=1 where the cache has it",
-        )
+        ),
+    )
+    for kind, problem, remedy in of_hub:
+        if isinstance(error, kind):
+            return name.error(problem, remedy)
     if getattr(error, "errno", None) or any(
         f"(os error {number})" in str(error) for number in FULL
     ):

@@ -34,7 +34,9 @@ class Offloaded:
     to them stays as it is, as where FSDP gives back gathered weights. `pairs`: each tensor, which
     has its storage alone, and its copy in host memory; `stream` is for the copies."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None):
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]] = (), stream: torch.cuda.Stream | None = None
+    ):
         self.pairs = pairs
         self.stream = stream
         self.here = True

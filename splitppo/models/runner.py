@@ -21,9 +21,9 @@ from splitppo.models.batching import (
     partition,
 )
 from splitppo.models.heads import PolicyOutputs
-from splitppo.models.offload import HostShards
+from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.tensor import parts_of
-from splitppo.rollout import Episode, Rollout, exchange_rows
+from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
 
@@ -100,16 +100,10 @@ class Runner:
         episodes = exchange_rows(
             group, [[rollout.episodes[rollout.index[row]] for row in rows] for rows in sent]
         )
-        # a token's values side by side, so that one row's part follows another's
-        stacked = torch.stack(list(fields.values()), dim=1)
-        held = dict(zip(rollout.rows, stacked.split(rollout.lengths), strict=True))
-        parts = [torch.cat([stacked[:0], *(held[row] for row in rows)]).flatten() for rows in sent]
-        values = torch.cat(group.all_to_all(parts)).view(-1, len(fields))
-        pieces = values.split([episode.tokens for episode in episodes])
-        by_row = {episode.row: piece for episode, piece in zip(episodes, pieces, strict=True)}
         got = Rollout(episodes)
-        packed = torch.cat([stacked[:0], *(by_row[row] for row in got.rows)])
-        return got, kept, {name: packed[:, i].contiguous() for i, name in enumerate(fields)}
+        rows = [episode.row for episode in episodes]
+        values = exchange_tensors(group, list(fields.values()), rollout, sent, rows, got)
+        return got, kept, dict(zip(fields, values, strict=True))
 
 
 def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
@@ -126,27 +120,23 @@ class Frozen:
     def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
         self.model = model
         self.runner = runner
-        self.shards = HostShards(model, runner.device) if offload else None
+        self.shards = HostShards(model, runner.device) if offload else Offloaded()
         self.release_memory()
 
-    def with_peers(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The rows that the model must run for these: also those of the other ranks with which it
-        shares layers."""
+    def run(self, episodes: Sequence[Episode], outputs: Outputs, *, fields: int) -> Tensor:
+        """The first of the outputs (`Runner.forward`) of these rows, in their order, packed. All
+        ranks of the group must call it. The model runs also the rows of the other ranks with which
+        it shares layers."""
         ranks = parts_of(self.model).ranks
-        if ranks is None or ranks.peers is None:
-            return list(episodes)
-        return exchange_rows(ranks.peers, [episodes] * ranks.peers.dp_size)
-
-    def to_device(self) -> nn.Module:
-        """Returns the model after bringing its shards to the device."""
-        if self.shards:
-            self.shards.fetch()
-        return self.model
+        peers = ranks and ranks.peers
+        whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
+        self.shards.fetch()
+        found = self.runner.forward(self.model, whole, outputs, fields=fields)
+        return whole.select(found[0], [episode.row for episode in episodes])
 
     def release_memory(self) -> None:
         """With `offload`, gives back the shards' memory on the device."""
-        if self.shards:
-            self.shards.release(changed=False)
+        self.shards.release(changed=False)
 
 
 class Reference(Frozen):
@@ -159,7 +149,4 @@ class Reference(Frozen):
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
         without rows."""
-        whole = Rollout(self.with_peers(rollout.episodes))
-        return whole.select(
-            self.runner.forward(self.to_device(), whole, self.outputs, fields=2)[0], rollout.rows
-        )
+        return self.run(rollout.episodes, self.outputs, fields=2)

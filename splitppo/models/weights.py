@@ -91,9 +91,9 @@ def fill(
         if weights and name in weights.sources:
             value = weights.read(name, bounds(model, name, parameter))
         else:
-            std = getattr(model.config, "initializer_range", 0.02)
-            if isinstance(model, ValueModel) and name in HEAD:
-                std = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
+            of_head = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
+            own_head = isinstance(model, ValueModel) and name in HEAD
+            std = of_head if own_head else getattr(model.config, "initializer_range", 0.02)
             value = _draw(model, name, parameter, seed, std)
         with torch.no_grad():
             local(parameter).copy_(value)

@@ -13,7 +13,7 @@ from splitppo.config import RewardConfig
 from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
 from splitppo.rewards.functions import Failure
-from splitppo.rollout import Episode, Messages, Prompt, Rollout, dialogue, episode_of
+from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
 
 
 class RewardText:
@@ -98,9 +98,7 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        whole = Rollout(self.with_peers(texts))
-        (scores,) = self.runner.forward(self.to_device(), whole, self._outputs, fields=1)
-        return whole.select(scores, [episode.row for episode in episodes]), torch.tensor(
+        return self.run(texts, self._outputs, fields=1), torch.tensor(
             [float(cut) for _, cut in encoded]
         )
 

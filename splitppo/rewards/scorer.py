@@ -164,16 +164,20 @@ class Scorer:
             pool.close()
 
 
-def failure_line(failures: Sequence[tuple[int, Failure]], what: str = "rewards") -> str:
-    """A step's failures in one line: the number of each function and kind, and the first of
-    them."""
+def say_failures(
+    where: str, failures: Sequence[tuple[int, Failure]], what: str = "rewards"
+) -> None:
+    """Prints a step's failures, if there are any, in one line that begins with `where`: the number
+    of each function and kind, and the first of them."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    return f"{what} that failed: " + "; ".join(
-        f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
-        for (name, kind), rows in sorted(found.items())
-    )
+    if found:
+        texts = (
+            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
+            for (name, kind), rows in sorted(found.items())
+        )
+        say(f"{where}{what} that failed: {'; '.join(texts)}")
 
 
 def count_failures(
@@ -199,8 +203,8 @@ def count_failures(
     counts, parts = zip(*group.all_gather((rows, failures)), strict=True)
     whole = sum(counts)
     found = [failure for part in parts for failure in part]
-    if group.is_first and found:
-        say(f"[critic] {failure_line(found)}")
+    if group.is_first:
+        say_failures("[critic] ", found)
     failed = Counter(failure.function for _, failure in found)
     failing = {
         name: [*failing.get(name, ()), whole] for name, count in failed.items() if count == whole

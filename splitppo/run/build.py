@@ -10,7 +10,7 @@ import torch
 
 from splitppo import data
 from splitppo.actor import Actor
-from splitppo.channel import Exchange, Links
+from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
@@ -58,20 +58,6 @@ def build_sampler(
     )
 
 
-def build_context(resolved: Resolved, sampler: Sampler, validation: data.PromptSet) -> Context:
-    """What both roles know of the run."""
-    config = resolved.config
-    turns = language_of(config, resolved.tokenizer)[0] if config.has_env else None
-    return Context(
-        resolved.config,
-        sampler.prompt,
-        validation.prompts,
-        lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
-        resolved.vocabulary_size,
-        turns.read if turns else lambda _: [],
-    )
-
-
 def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
     """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
     depends on the open rows: rank 0, an actor, tells all others over the store how long they
@@ -81,8 +67,9 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
     sizes = data_parallel(config, resolved.placement)
     contexts: list[int] = []
     if rollout.window and sizes["actor"] > 1:
-        found = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
-        contexts = json.loads(found)
+        contexts = json.loads(
+            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+        )
         # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
         runtime.store.delete_key(f"contexts/{step - 3}")
     return own(
@@ -126,7 +113,16 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        self.context = build_context(resolved, self.sampler, self.validation)
+        has_env = self.config.has_env
+        turns = language_of(self.config, resolved.tokenizer)[0] if has_env else None
+        self.context = Context(
+            self.config,
+            self.sampler.prompt,
+            self.validation.prompts,
+            lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
+            resolved.vocabulary_size,
+            turns.read if turns else lambda _: [],
+        )
         self.outputs = PolicyOutputs(
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
@@ -260,10 +256,6 @@ class Builder:
         )
         rollout = self.config.rollout
         return Links(wire, runtime.placement, group, chunks=rollout.messages, window=rollout.window)
-
-    def exchange(self) -> Exchange:
-        """What stands in the place of the channels on a rank that plays both roles."""
-        return Exchange(self.runtime.groups)
 
     def _warm_up(self, column: Actor | Critic) -> None:
         if self.resolved.compiled:

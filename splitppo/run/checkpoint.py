@@ -64,16 +64,19 @@ def measure(path: Path) -> File:
 
 
 def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
-    manifest = {"step": step, "files": dict(sorted(files.items()))}
-    write_whole(part / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_whole(
+        part / MANIFEST,
+        json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n",
+    )
 
 
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
     """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or
     damaged."""
     found = json.loads((part / MANIFEST).read_text())
-    files = {name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()}
-    return int(found["step"]), files
+    return int(found["step"]), {
+        name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()
+    }
 
 
 def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = False) -> str:

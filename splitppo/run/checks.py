@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from splitppo import data
 from splitppo.config import Config
-from splitppo.engine.build import check_engine, engine_kind, kv_cache, most_rows
-from splitppo.engine.build import warnings as engine_warnings
+from splitppo.engine import build
 from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.envs.player import language_of, source_of
 from splitppo.errors import UserError
@@ -69,7 +68,7 @@ def preflight(resolved: Resolved) -> None:
             "tokenizer name no eos_token_id, so no response would end; name one there, or set "
             "--rollout.stop"
         )
-    check_engine(
+    build.check_engine(
         config,
         placement,
         resolved.device.type,
@@ -111,14 +110,17 @@ def _check_groups(resolved: Resolved) -> None:
 
 def warnings(resolved: Resolved) -> list[str]:
     """What is allowed, and deserves a warning."""
+    gpu = memory.gpu_memory(resolved)
     config = resolved.config
     ppo = config.ppo
     rows = config.rollout.batch_size
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
     return [
-        *engine_warnings(config, resolved.device.type),
-        *_memory_warnings(resolved),
+        *build.warnings(config, resolved.device.type),
+        *filter(
+            None, [memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)] if gpu else []
+        ),
         *(
             f"rollout.batch_size={rows} is {rows // cuts[role]} rows for a mini-batch of {ranks} "
             f"{role} ranks: {ranks - rows // cuts[role]} of them have no work; "
@@ -152,25 +154,17 @@ def warnings(resolved: Resolved) -> list[str]:
     ]
 
 
-def _memory_warnings(resolved: Resolved) -> list[str]:
-    if not (gpu := memory.gpu_memory(resolved)):
-        return []
-    return [
-        line for line in (memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)) if line
-    ]
-
-
 def _queue_warning(resolved: Resolved, gpu: float) -> str | None:
     """A warning if rows go on, and at full length would not all be in a vLLM engine at once: a row
     that queues leaves its slot empty. `gpu`: bytes of a GPU."""
     config = resolved.config
-    if not config.rollout.window or engine_kind(config, "cuda") != "vllm":
+    if not config.rollout.window or build.engine_kind(config, "cuda") != "vllm":
         return None
     model = resolved.models["policy"].config
     size = config.engine.tensor_parallel
     tokens = config.rollout.max_row_tokens
-    slots = most_rows(config, len(resolved.placement.groups["actor"])) * size
-    held = kv_cache(config, model, resolved.dtype, rows=slots, tokens=tokens, total=int(gpu))
+    slots = build.most_rows(config, len(resolved.placement.groups["actor"])) * size
+    held = build.kv_cache(config, model, resolved.dtype, rows=slots, tokens=tokens, total=int(gpu))
     held //= kv_bytes_per_token(model, resolved.dtype, size)
     if held >= slots * tokens:
         return None

@@ -79,10 +79,9 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
         spans = [(str(n), float(a), float(b)) for n, a, b in record.get("spans", [])]
         if not all(math.isfinite(end - start) for _, start, end in spans):
             raise ValueError("a span that never begins or ends")
-        numbers = {
+        record |= {
             name: float(value) for name, value in record.items() if isinstance(value, int | float)
-        }
-        record |= numbers | {"step": int(record["step"]), "spans": spans}
+        } | {"step": int(record["step"]), "spans": spans}
     except BROKEN as error:
         raise UserError(
             f"{where}: {line[:40]!r} is no record of a step; "
@@ -137,8 +136,11 @@ def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    path.write_text(
+        "".join([json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]),
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
     path.with_suffix(".md").write_text(
         table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8"
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.actor import Actor
-from splitppo.channel import Links
 from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.data import PromptSet
@@ -59,8 +58,9 @@ def _begin_folder(
         for warning in checks.warnings(resolved):
             warn(warning)
         write_run_files(config, folder, found, inputs, resolved.given)
-        models = {name: model.path for name, model in resolved.models.items()}
-        sources.keep_copies(config, models, folder)
+        sources.keep_copies(
+            config, {name: model.path for name, model in resolved.models.items()}, folder
+        )
         files.write_whole(folder / "resolved.json", resolved.to_json() + "\n")
         (folder / "placement.txt").write_text(
             format_map(runtime.placement, runtime.hosts, runtime.devices) + "\n"
@@ -136,7 +136,6 @@ class Run:
         # steps in a row without a finite gradient
         self.bad: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self.logs: dict[Role, ColumnLog] = {}
-        self.links: Links | None = None
         self.writer = ThreadPoolExecutor(1, "samples")
         self.written: Future[None] | None = None  # the step's samples
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group
@@ -164,6 +163,7 @@ class Run:
     def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
         """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers;
         validates before the first step."""
+        self.links = self.build.links() if len(self.runtime.groups) == 1 else None
         settings = self.config.checkpoint
         prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         for role, holder in zip(ROLES, (actor, critic), strict=True):
@@ -178,6 +178,7 @@ class Run:
                     load(holder.learners, self.resumed / role, holder.load_state, group)
         if actor:
             self.build.connect_engine(actor)
+        silent = notices.silent(self.build.resolved)
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(
                 role,
@@ -187,7 +188,7 @@ class Run:
                 start=self.start,
                 steps=self.config.steps,
                 remedies=partial(memory.remedies, self.build.resolved),
-                notices=partial(next, self._notices()),
+                notices=partial(next, notices.follow(self.folder, silent)),
             )
         self.trackers = Trackers(
             self.config, self.folder, self.start, active=self.runtime.launch.rank == 0
@@ -273,18 +274,17 @@ class Run:
         found = reversed(checkpoint.complete(self.folder))
         return next((one for one in found if not checkpoint.damage(one, sizes_only=True)), None)
 
-    def _notices(self) -> Iterator[list[str]]:
-        return notices.follow(self.folder, notices.silent(self.build.resolved))
-
     def end(self) -> None:
         """Waits for the checkpoints and the other group's last update, and prints the run's
         folder."""
         for saver in self.savers.values():
             saver.wait()
-        self.runtime.end_work()
+        # from here on ranks may end
+        self.runtime.barrier("end of the work")
+        self.runtime.work_done.set()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
-            found = next(self._notices())
+            found = next(notices.follow(self.folder, notices.silent(self.build.resolved)))
             say(screen.summary(self.folder, self.config, self.last_checkpoint(), found))
             if self.stopped:
                 say(

@@ -17,7 +17,7 @@ from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
 from splitppo.envs.player import language_of, rehearse
-from splitppo.errors import UserError, say, to_user_error
+from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
@@ -42,6 +42,7 @@ class Rank:
     run: Run | None = None
 
 
+@command
 def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
     """Prepares the run of the command line that `flags` returns, has `play` train it, and returns
     the exit status: 0; 1 after a failure; 2 for wrong input; 75 after a stop that the run can
@@ -152,19 +153,20 @@ def dry_run(config: Config, launch: Launch) -> str:
     tried = rehearse(resolved.config, training.prompts[0]) if config.has_env else None
     warnings = [*checks.warnings(resolved), tried]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
-    parts = [
-        toml.to_toml(resolved.config),
-        format_map(resolved.placement, hosts, [device.type] * len(hosts)),
-        *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
-        f"resolved: {resolved.to_json()}",
-        *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-        *(f"warning: {warning}" for warning in filter(None, warnings)),
-        f"data: {screen.counted(training, validation)}",
-        *training.notes,
-        *validation.notes,
-        *memory.table(resolved, gpu or memory.GPU),
-    ]
-    return "\n".join(parts)
+    return "\n".join(
+        [
+            toml.to_toml(resolved.config),
+            format_map(resolved.placement, hosts, [device.type] * len(hosts)),
+            *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
+            f"resolved: {resolved.to_json()}",
+            *filter(None, [folder.move_aside(config, dry=True), offloaded]),
+            *(f"warning: {warning}" for warning in filter(None, warnings)),
+            f"data: {screen.counted(training, validation)}",
+            *training.notes,
+            *validation.notes,
+            *memory.table(resolved, gpu or memory.GPU),
+        ]
+    )
 
 
 def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
@@ -220,8 +222,12 @@ def agree(
     """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its
     clock when the job first came here; and with what must be offloaded to fit the smallest GPU. And
     the data, read by that clock."""
-    own = json.dumps({name: model.packed for name, model in resolved.models.items()})
-    packed = json.loads(runtime.broadcast("packed", lambda: own))
+    packed = json.loads(
+        runtime.broadcast(
+            "packed",
+            lambda: json.dumps({name: model.packed for name, model in resolved.models.items()}),
+        )
+    )
     models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
     # the job's store outlives restarts: they render the same prompts
     now = runtime.broadcast(

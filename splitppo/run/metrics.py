@@ -114,12 +114,11 @@ class ColumnLog:
                 warn(notice)
             if self.retries.total() > 1:
                 spans = [f"{name} {count}" for name, count in self.retries.items() if count]
-                lines = [
+                say(
                     f"[{self.role}] step {step}: too little memory: the allocator freed its cache "
                     f"and asked again ({', '.join(spans)})",
                     self.remedies(),
-                ]
-                say("; ".join(filter(None, lines)))
+                )
                 self.remedies = str  # the ways stay the same
         self.retries.clear()
         self.step = step

@@ -24,7 +24,7 @@ from splitppo.job.launch import Launch
 from splitppo.models import build, hub, tiny, weights
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
-from splitppo.placement import Placement, Role
+from splitppo.placement import Placement, Role, holders
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.sources import model_paths
 
@@ -105,9 +105,7 @@ class Resolved:
 
     def role_of(self, model: str) -> Role:
         """The group that holds a model."""
-        if model == "reference":
-            return self.config.placement.reference
-        return "actor" if model == "policy" else "critic"
+        return holders(self.config)[model]
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
@@ -129,30 +127,34 @@ class Resolved:
 
     def to_json(self) -> str:
         """As the dry run prints it and the run's folder keeps it (RUN/resolved.json)."""
-        facts = {
-            "placement": self.placement.mode,
-            **{role: len(ranks) for role, ranks in self.placement.groups.items()},
-            "device": self.device.type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "compiled": self.compiled,
-            "engine": self.engine,
-            "vocabulary_size": self.vocabulary_size,
-            "models": {
-                name: {
-                    "name": model.name,
-                    "folder": model.path if model.path == "tiny" else os.path.abspath(model.path),
-                    "type": model.config.model_type,
-                    "group": self.role_of(name),
-                    "parameters": model.parameters * model.number,
-                    "random_init": model.random_init,
-                    "packed": model.packed,
-                    "tensor_parallel": self.config.tensor_parallel(name),
-                    "offload": self.offload(name),
-                }
-                for name, model in self.models.items()
+        return json.dumps(
+            {
+                "placement": self.placement.mode,
+                **{role: len(ranks) for role, ranks in self.placement.groups.items()},
+                "device": self.device.type,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "compiled": self.compiled,
+                "engine": self.engine,
+                "vocabulary_size": self.vocabulary_size,
+                "models": {
+                    name: {
+                        "name": model.name,
+                        "folder": model.path
+                        if model.path == "tiny"
+                        else os.path.abspath(model.path),
+                        "type": model.config.model_type,
+                        "group": self.role_of(name),
+                        "parameters": model.parameters * model.number,
+                        "random_init": model.random_init,
+                        "packed": model.packed,
+                        "tensor_parallel": self.config.tensor_parallel(name),
+                        "offload": self.offload(name),
+                    }
+                    for name, model in self.models.items()
+                },
             },
-        }
-        return json.dumps(facts, indent=1)
+            indent=1,
+        )
 
 
 def resolve(
@@ -319,14 +321,15 @@ def check_sizes(
         text = model.config.get_text_config()
         most, setting = build.most_positions(text)
         if most and (prompt or longest) + new > most:
-            given = f"a prompt of {longest} tokens"
+            given = (
+                f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
+            )
             remedy = (
-                "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
+                "lower one of them, or use another model"
+                if prompt
+                else "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
                 "to leave such rows out"
             )
-            if prompt:
-                given = f"rollout.max_prompt_tokens={prompt}"
-                remedy = "lower one of them, or use another model"
             raise UserError(
                 f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
                 f"together, more than the {most} ({setting}) that {name}.path={model.name} can "

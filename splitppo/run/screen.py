@@ -225,15 +225,16 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
         lines.append(("value epochs", free))
     run = shlex.quote(str(folder))
     # paths and commands are not wrapped: they are to be copied
-    parts = [
-        *(_titled(*line) for line in lines),
-        f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}",
-        *(_titled("warning", notice) for notice in notices),
-        f"{'next':<12} splitppo report {run}",
-        f"{'':<12} splitppo chat {run}",
-        f"{'':<12} splitppo export {run}",
-    ]
-    return "\n".join(parts)
+    return "\n".join(
+        [
+            *(_titled(*line) for line in lines),
+            f"{'weights':<12} {saved or 'not saved (--checkpoint.no-last)'}",
+            *(_titled("warning", notice) for notice in notices),
+            f"{'next':<12} splitppo report {run}",
+            f"{'':<12} splitppo chat {run}",
+            f"{'':<12} splitppo export {run}",
+        ]
+    )
 
 
 def _shares(steps: Sequence[Mapping[str, Any]]) -> str:

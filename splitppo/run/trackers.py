@@ -68,12 +68,13 @@ class Wandb:
         self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
     ) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        found: dict[str, Any] = {"step": step, **metrics}
-        for name, rows in tables.items():
-            found[name] = self.table(
+        columns = {
+            name: self.table(
                 list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True
             )
-        self.run.log(found)
+            for name, rows in tables.items()
+        }
+        self.run.log({"step": step, **metrics, **columns})
 
 
 class TensorBoard:

@@ -120,9 +120,8 @@ def embed(data: Any) -> str:
 
 def thin(items: Sequence[Any], most: int) -> list[Any]:
     """At most `most` of the items (2 at least), evenly spaced, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    count = min(most, len(items))
+    return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:

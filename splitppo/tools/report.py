@@ -265,12 +265,15 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
             hspace=0.36,
         )
         for i, (title, metric) in enumerate(panels):
-            own = [
-                ("", metric, LEFT, run.colour, run.series[metric])
-                for run in runs
-                if metric in run.series
-            ]
-            draw_panel(figure.add_subplot(grid[i // 4, i % 4]), title, own)
+            draw_panel(
+                figure.add_subplot(grid[i // 4, i % 4]),
+                title,
+                [
+                    ("", metric, LEFT, run.colour, run.series[metric])
+                    for run in runs
+                    if metric in run.series
+                ],
+            )
         for i, line in enumerate(lines):
             figure.text(
                 0.04,

@@ -80,13 +80,13 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
     shared = shared_work(
         *([(name, max(a, 0.0), min(b, length)) for _, name, a, b in spans] for _, spans in lanes)
     )
-    title = f"{seconds(length)}, in which nothing overlaps"
-    if shared:
-        both = sum(b - a for a, b in shared)
-        title = (
-            f"both columns worked at once for {seconds(both)} of {seconds(length)} "
-            f"({both / length:.0%})"
-        )
+    both = sum(b - a for a, b in shared)
+    title = (
+        f"both columns worked at once for {seconds(both)} of {seconds(length)} "
+        f"({both / length:.0%})"
+        if shared
+        else f"{seconds(length)}, in which nothing overlaps"
+    )
     last = max(b for _, spans in lanes for n, _, _, b in spans if n == step)
     low = -0.06 * length
     high = min(max(last + 0.05 * length, 1.02 * length), 2 * length)

@@ -34,7 +34,7 @@ from splitppo import algo
 from splitppo.job.collectives import Group
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Runner
-from splitppo.placement import cut_evenly, own
+from splitppo.placement import own, piece
 from splitppo.rollout import Episode, Prompt, Rollout, pack_rows, unpack_rows
 from splitppo.sampler import Sampler
 
@@ -154,7 +154,7 @@ def old_deal(mini: list[list[int]], contexts: list[int], ranks: int) -> list[int
     sums, order = [0] * ranks, []
     for slots in mini:
         pieces: list[list[int]] = [[] for _ in range(ranks)]
-        room = [len(part) for part in cut_evenly(slots, ranks)]
+        room = [len(piece(slots, ranks, rank)) for rank in range(ranks)]
         for slot in sorted(slots, key=lambda slot: -contexts[slot]):
             rank = min((i for i in range(ranks) if len(pieces[i]) < room[i]), key=lambda i: sums[i])
             pieces[rank].append(slot)
@@ -164,7 +164,7 @@ def old_deal(mini: list[list[int]], contexts: list[int], ranks: int) -> list[int
         slot
         for _ in range(2)
         for _ in range(ranks)
-        for part in cut_evenly(order, ranks)[:1]
+        for part in [piece(order, ranks, i) for i in range(ranks)][:1]
         for slot in part
     ]
 

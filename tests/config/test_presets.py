@@ -17,6 +17,7 @@ import pytest
 import torch
 import tyro
 from ranks import run_ranks
+from runs import main_rank, records
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -34,7 +35,7 @@ from splitppo.engine import build as start
 from splitppo.errors import UserError
 from splitppo.models.footprint import GB, USABLE
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
-from splitppo.rewards.functions import find_function
+from splitppo.rewards.functions import check_rewards, find_function, read_result
 from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
 from splitppo.tools import bench
@@ -465,25 +466,14 @@ def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     ]
 
 
-def test_verls_compute_score_runs_unchanged(tmp_path: Path, small: dict[str, Path]) -> None:
-    """The example of from_verl.md: a whole run on two ranks."""
+def test_verls_compute_score_is_taken_unchanged(tmp_path: Path) -> None:
+    """The example of from_verl.md."""
     file = tmp_path / "my_reward.py"
     file.write_text(python_blocks("from_verl.md")[0])
+    check_rewards([f"{file}:compute_score"])
     row = {"data_source": "", "ground_truth": "7", "extra_info": {}}
-    assert find_function(f"{file}:compute_score")(solution_str="so #### 7", **row)["acc"] == 1.0
-    argv = [
-        f"--run-dir={tmp_path}/run", f"--policy.path={small['policy']}",
-        f"--data.files={small['train']}", f"--data.validation-files={small['test']}",
-        f"--reward.function={file}:compute_score", "--steps=2", "--rollout.batch-size=8",
-        "--rollout.max-new-tokens=8", "--ppo.mini-batches=2", "--ppo.kl-coef=0.001",
-        "--log.validate-every=2", "--compute.device=cpu",
-    ]  # fmt: skip
-    run_ranks(2, main_rank, argv)
-    lines = (tmp_path / "run" / "metrics" / "critic.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == [1, 2]
-    assert all(record["critic/reward_failures"] == 0 for record in records)
-    assert all("critic/acc/mean" in record for record in records)
+    found = find_function(f"{file}:compute_score")(solution_str="so #### 7", **row)
+    assert read_result(found) == (1.0, {"acc": 1.0})
 
 
 def test_verls_example_is_the_preset() -> None:
@@ -510,11 +500,6 @@ def test_verls_example_is_the_preset() -> None:
     assert ours["reward.function"] == ("my_reward.py:compute_score",)
 
 
-def main_rank(rank: int, argv: list[str]) -> None:
-    if status := train.main(argv):
-        raise RuntimeError(f"exit status {status}")
-
-
 def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     """The preset of from_trl.md, with small models and data: a reward model scores, the value model
     starts as it."""
@@ -533,22 +518,16 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
     ]  # fmt: skip
     assert parse(argv).reward.missing_eos_penalty == 1
     run_ranks(2, main_rank, argv)
-    actors, records = (
-        [
-            json.loads(line)
-            for line in (tmp_path / f"run/metrics/{role}.jsonl").read_text().splitlines()
-        ]
-        for role in ("actor", "critic")
-    )
+    actors, critics = (records(tmp_path / "run", role) for role in ("actor", "critic"))
     (table,) = re.findall(r"^## Metrics\n(.*?)^## ", page, re.M | re.S)
     ours = re.findall(r"`((?:actor|critic|response_length)/[a-z_/]+)`", table)
     assert len(ours) > 12
-    assert set(ours) <= actors[0].keys() | records[0].keys()
-    scores = [record["critic/reward_model/mean"] for record in records]
-    assert scores == [record["critic/score/mean"] for record in records]
+    assert set(ours) <= actors[0].keys() | critics[0].keys()
+    scores = [record["critic/reward_model/mean"] for record in critics]
+    assert scores == [record["critic/score/mean"] for record in critics]
     assert scores[0] != 0
     # its head is the reward model's: the first values aren't the 0 of a new head
-    assert records[0]["critic/values/max"] != 0
+    assert critics[0]["critic/values/max"] != 0
 
 
 def test_the_tokenizer_of_small_has_a_template(small: dict[str, Path]) -> None:

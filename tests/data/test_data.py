@@ -24,11 +24,9 @@ from splitppo.data import PromptSet, Split, check_files, load_prompts, prompt_in
 from splitppo.data.prompts import tokenize
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rewards import rules
 from splitppo.rewards.scorer import check_prompts
 from splitppo.rollout import Prompt
 
-GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
 TEMPLATE = (
     "{% if think %}(think){% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') "
@@ -141,34 +139,6 @@ def test_string_and_message_prompts_may_stand_in_one_data_set(tmp_path: Path, ch
         "4444",
     ]
     assert [chat.decode(prompt.tokens) for prompt in prompts] == [prompt.text for prompt in prompts]
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
-def test_gsm8k_in_verls_schema(chat: Any) -> None:
-    config = DataConfig(files=(str(GSM8K / "train.parquet"),))
-    check_files(config)
-    prompts = _load(config, chat, 1200).prompts
-    assert len(prompts) == 7473
-    assert prompts[0].text.startswith("(user)Natalia sold clips to 48 of her friends in April")
-    assert prompts[0].text.endswith('output the final answer after "####".\n(assistant)')
-    assert (prompts[0].data_source, prompts[0].ground_truth) == ("openai/gsm8k", "72")
-    assert prompts[0].extra_info["index"] == 0
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository")
-def test_gsm8k_as_published_asks_the_same_questions(chat: Any) -> None:
-    verl = DataConfig(files=(str(GSM8K / "test.parquet"),))
-    published = DataConfig(
-        files=(str(GSM8K / "test.jsonl"),), prompt_key="question", answer_key="answer"
-    )
-    check_files(published)
-    prompts = _load(verl, chat, 1200).prompts
-    questions = _load(published, chat, 1200).prompts
-    assert len(questions) == 1319
-    assert [f"(user){prompt.extra_info['question']}\n(assistant)" for prompt in prompts] == [
-        q.text for q in questions
-    ]
-    assert rules.gsm8k("", questions[0].ground_truth, prompts[0].ground_truth, {}) == 1
 
 
 ROW = {"prompt": "1=", "answer": "1"}

@@ -19,10 +19,11 @@ from runs import SMALL, Torchrun, assert_same, figures, main_rank, names
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from splitppo import algo, train
-from splitppo.errors import UserError, WireError
+from splitppo.errors import UserError
 from splitppo.job import signals as stopping
 from splitppo.job.failure import DIED, causes_of, report_failure
 from splitppo.job.launch import ERROR_FILE, Launch, record_error
+from splitppo.job.wire import WireError
 from splitppo.run import checkpoint
 from splitppo.run.metrics import ColumnLog
 

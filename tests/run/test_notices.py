@@ -205,12 +205,6 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     ("body", "flags", "sentence"),
     [
         ("return 0.0", "--steps=6 --ppo.entropy-coef=0", "nothing"),
-        ("return 1.0", "--steps=6", "flat"),
-        (
-            "return sum(map(ord, solution_str)) % 7",
-            "--steps=6 --rollout.max-new-tokens=1 --rollout.top-k=1",
-            "cut",
-        ),
         ("return 1 / (extra_info['index'] % 2)", "--steps=2", None),
     ],
 )

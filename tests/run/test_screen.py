@@ -149,7 +149,11 @@ def shown(*flags: str, start: int = 0) -> dict[str, str]:
     resolved = resolve(config, placement, 3, torch.device("cpu"), probe=False)
     prompts = [Prompt("", [1] * n, "", "", {}, None) for n in (3, 9)]
     text = opening(
-        resolved, Path("runs/a"), start, PromptSet(prompts, []), PromptSet(prompts[:1], [])
+        resolved,
+        Path("runs/a"),
+        start,
+        PromptSet(prompts, ["note: of training"]),
+        PromptSet(prompts[:1], ["held out: a row"]),
     )
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -160,6 +164,7 @@ def shown(*flags: str, start: int = 0) -> dict[str, str]:
 def test_the_opening_says_what_the_run_is() -> None:
     lines = shown("--ppo.kl-coef=0.1", "--steps=50", "--checkpoint.every=20", start=4)
     assert "2 prompts of 3 to 9 tokens; 1 held out" in lines["data"]
+    assert [*lines][:2] == ["note: of trai", "held out: a r"]
     assert lines["placement"] == "per_node: 2 actor, 1 critic"
     assert lines["policy"].endswith("on actor ranks")
     assert lines["value"] == "tiny, 87,617 parameters, on critic ranks"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from runs import main_rank
 
-from splitppo import train
 from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
@@ -30,11 +30,6 @@ ARGV = [
     "--log.validate-every=2",
     "--checkpoint.every=2",
 ]
-
-
-def main_rank(rank: int, argv: list[str]) -> None:
-    if status := train.main(argv):
-        raise RuntimeError(f"exit status {status}")
 
 
 def jsonl(path: Path) -> list[dict]:

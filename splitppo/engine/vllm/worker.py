@@ -63,13 +63,14 @@ class WeightReceiver:
     def splitppo_load(self, number: int, entries: list[Entry]) -> None:
         """Loads a bucket's tensors."""
         bucket = self._splitppo_buckets[number]
-        sent = {
-            entry.name: bucket[entry.first :][: entry.shape.numel() * entry.dtype.itemsize]
-            .view(entry.dtype)
-            .view(entry.shape)
-            for entry in entries
-        }
-        self._splitppo_received.load(sent)
+        self._splitppo_received.load(
+            {
+                entry.name: bucket[entry.first :][: entry.shape.numel() * entry.dtype.itemsize]
+                .view(entry.dtype)
+                .view(entry.shape)
+                for entry in entries
+            }
+        )
         if bucket.is_cuda:
             torch.cuda.synchronize()  # the trainer fills the bucket again
 
