@@ -331,3 +331,21 @@ signal.pause()
         trainer.wait()
     assert gone(b"splitppo.workers.main", str(trainer.pid).encode())
     assert gone(b"sleep", b"61.25")
+
+
+def test_a_flood_stops_no_row_if_nobody_reads_it(file: Path) -> None:
+    code = f"""
+import os
+from splitppo.envs import Message
+from splitppo.envs.pool import EnvPool, Source
+envs = EnvPool(Source("{file}:Count"), 1, 20)
+envs.begin(0, {{"does": "prints"}}, 0).result()
+said = [envs.step(0, Message("assistant", "trouble")).result() for _ in range(2)]
+os.write(2, repr(said[1].reward).encode())
+envs.close()
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert done.stderr.endswith(b"14.0")
