@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -252,11 +251,10 @@ class Actor:
             part for parts in self.group.all_gather(self.group.gather_set(own)) for part in parts
         ]
         sums, failures, waited = zip(*ranks, strict=True)
-        total = Counter[str]()
-        for part in sums:  # a sum of Counters would drop what is not above 0
-            total.update(part)
+        names = dict.fromkeys(name for part in sums for name in part)
+        total = {name: sum(part.get(name, 0.0) for part in sums) for name in names}
         failed = [failure for part in failures for failure in part]
-        turns = total.pop("turns", 0)
+        turns = total.pop("turns", 0.0)
         if self.group.is_first:
             say_failures("[actor]  ", failed, "environments")
         self.failing = self.failing + 1 if failed and not turns else 0

@@ -166,7 +166,11 @@ class Sampler:
         parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
         rows = {row.row % self.slots: row for row in exchange_rows(group, parts, logprobs=True)}
         return [
-            [row.row, b64encode(pack_rows([row], logprobs=True).numpy()).decode(), self._asked(row)]
+            [
+                row.row,
+                b64encode(pack_rows([row], logprobs=True).numpy().data).decode(),
+                self._asked(row),
+            ]
             for _, row in sorted(rows.items())
         ]
 
@@ -294,10 +298,11 @@ class _Decoding:
 
     def _start(self, rows: Sequence[Episode]) -> None:
         """Asks for tokens of the rows that need not hear from their environments first."""
-        for row in rows if self.player else ():
-            env_seed = row_seed(self.seed, row.row, ENV_NOISE)
-            if self.player.enter(row, self.sampler.prompt(row.row), env_seed):
-                self.waiting[row.row] = row
+        if self.player:
+            for row in rows:
+                env_seed = row_seed(self.seed, row.row, ENV_NOISE)
+                if self.player.enter(row, self.sampler.prompt(row.row), env_seed):
+                    self.waiting[row.row] = row
         self.engine.submit([self._ask(row) for row in rows if row.row not in self.waiting])
 
     def _ask(self, row: Episode) -> Ask:
@@ -328,7 +333,9 @@ class _Decoding:
     def _answer(self, reply: Reply) -> Iterator[Episode]:
         """Appends what an environment said. Yields the row if it stops."""
         row = self.waiting.pop(reply.row)
-        if reply.begins and row.awaits:  # its turns were played again, but for the last
+        if (
+            self.player and reply.begins and row.awaits
+        ):  # its turns were played again, but for the last
             self.waiting[row.row] = row
             self.player.step(row)
             return

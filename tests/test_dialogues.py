@@ -89,7 +89,7 @@ def listener(game: Path) -> Callable[[Row], Row]:
     """What the environment makes of sampled tokens, played here turn by turn."""
     found: dict[str, Any] = {}
     exec((game / "env.py").read_text(), found)
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
 
     def heard(row: Row) -> Row:
         env = found["Env"]({"prompt": tokenizer.decode(row.prompt)}, 0)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from array import array
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence, Set
 from concurrent.futures import Future
 from contextlib import closing, suppress
@@ -105,7 +105,7 @@ class Player:
         self, pool: EnvPool, turns: Turns, read: CallReader, config: Config, number: int = 0
     ):
         self.failures: list[tuple[int, Failure]] = []
-        self.metrics: Counter[str] = Counter()
+        self.metrics = defaultdict[str, float](float)
         self._numbers = itertools.count(number, 2)
         self._pool = pool
         self._turns = turns
@@ -180,10 +180,10 @@ class Player:
             self._arrived.put(arrived)
         self._early = []
 
-    def take(self) -> tuple[Counter[str], list[tuple[int, Failure]]]:
+    def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
         """Metrics and failures since the last call."""
         found = self.metrics, self.failures
-        self.metrics = Counter()
+        self.metrics = defaultdict(float)
         self.failures = []
         return found
 
@@ -231,7 +231,8 @@ class Player:
         if isinstance(said, Failure):
             self.failures.append((row.row, said))
             return Reply(row.row, array(IDS), reward=self._failed_score, end="failed")
-        self.metrics.update({"turns": 1, **said.metrics})
+        for name, number in {"turns": 1, **said.metrics}.items():
+            self.metrics[name] += number
         reward = array(LOGPROBS, [said.reward])[0]  # as a message holds it
         if said.done and not said.truncated:
             return Reply(row.row, array(IDS), reward=reward, end="environment")

@@ -20,7 +20,7 @@ from splitppo.rollout import Episode, Prompt
 from splitppo.sampler import Sampler
 
 EOS = VOCABULARY["<eos>"]
-TOKENIZER = build_tokenizer()
+TOKENIZER: Any = build_tokenizer()
 PROMPT = TOKENIZER("go=")["input_ids"]
 
 
@@ -92,7 +92,7 @@ def config(*, context: int | None = None, turns: int = 16, observed: int = 99) -
 
 def sampler_of(
     info: dict, *, slots: int = 3, window: int = 0, limit: int = 40, given: Config | None = None
-) -> Sampler:
+) -> Any:
     given = given or config()
     prompt = Prompt("go=", PROMPT, "", "", info)
     return Sampler(
