@@ -267,7 +267,7 @@ class RewardConfig:
     clip: tuple[float, float] | None = None
     """Lowest and highest score of a row, with the rewards of its turns, after normalising."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
+    """Subtracted from the score of a row that was cut at a limit."""
     overlong_tokens: int = 0
     """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO,
     eq. 13). 0: off."""

@@ -410,7 +410,7 @@ EARLY = [
         ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
         ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
     ),
-    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition')"]),
+    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition', 'guess')"]),
     pytest.param(
         ["--engine.kind=vllm"],
         ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
@@ -766,7 +766,7 @@ EARLY = [
     # reward functions
     (
         ["--reward.function=none"],
-        ["reward.function=none needs a reward.model, or nothing scores the rows"],
+        ["reward.function=none needs a reward.model or an environment, or nothing scores the rows"],
     ),
     (
         ["--reward.function", "none", "echo"],
