@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context, learning_metrics, record
 from splitppo.job.collectives import Group
-from splitppo.learner import Learner
+from splitppo.learner import Learner, start_at_mean
 from splitppo.models.batching import MicroBatch, dummy_rollout
-from splitppo.models.calibration import quality
+from splitppo.models.calibration import quality, summaries
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
 from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
-from splitppo.pretraining import Pretraining, start_at_mean
+from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
 from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores, spread_of
@@ -180,12 +180,10 @@ class Critic:
         last = shaped - rollout.sums(turns)  # what is left for the row's last token
         rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
         if first and self.learners:
-            start_at_mean(
-                self.learners, scored.by_model, rewards, rollout.lengths, self.context.config
-            )
+            start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
-        (moments,) = self.group.all_moments([algo.moments(plain)])
+        (moments,) = algo.all_moments(self.group.all_gather, [plain])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
             "critic/score": scored.totals,
@@ -199,7 +197,7 @@ class Critic:
             figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._deviation(scored) | self._summaries(extra | figures)
+        metrics = self._deviation(scored) | summaries(extra | figures, self.group)
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
@@ -257,7 +255,8 @@ class Critic:
         """The mean deviation of an ensemble's values."""
         if len(scored.by_model) < 2:
             return {}
-        (moments,) = self.group.all_moments([algo.moments(torch.stack(scored.by_model).std(0))])
+        spread = torch.stack(scored.by_model).std(0)
+        (moments,) = algo.all_moments(self.group.all_gather, [spread])
         return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: ScoredRows) -> tuple[Tensor, Tensor]:
@@ -269,18 +268,16 @@ class Critic:
         failed = {row for row, _ in scored.failures}
         failed |= {episode.row for episode in rollout.episodes if episode.end == "failed"}
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
-        (batch,) = self.group.all_moments([algo.moments(scored.totals[counted])])
+        (batch,) = algo.all_moments(self.group.all_gather, [scored.totals[counted]])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
-        truncated = [episode.truncated for episode in rollout.episodes]
-        limit = config.rollout.max_new_tokens
         shaped = shape_scores(
             scored.totals,
             rollout.lengths,
-            truncated,
+            [episode.truncated for episode in rollout.episodes],
             moments,
             config.reward,
-            max_new_tokens=limit,
+            max_new_tokens=config.rollout.max_new_tokens,
             centered=not config.has_env,
         )
         scale = 1.0 if config.reward.normalize == "off" else float(spread_of(moments))
@@ -293,10 +290,9 @@ class Critic:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
-        past = self.past_scores
         return {
             "kl_coef": self.kl.coef,
-            "scores": [float(part) for part in (past.count, past.mean, past.variance)],
+            "scores": [float(part) for part in vars(self.past_scores).values()],
             "scored_by": self.scored_by[0],
             "failing": self.failing,
             "pretraining": self.pretraining.state(),
@@ -317,12 +313,11 @@ class Critic:
         if not self.learners:
             return {"optimizer_steps": []}
         ppo = self.context.config.ppo
-        step = plan.step
         rows = scored.rollout
         count = ppo.value_mini_batches or ppo.mini_batches
         mini_batches = self.context.trainable_rows(plan, rows, "critic", self.group.dp_rank, count)
         epochs = ppo.value_epochs or ppo.epochs
-        if self.pretraining.runs(step):
+        if self.pretraining.runs(plan.step):
             epochs = self.context.config.value.pretrain_epochs
         figures = []
         for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
@@ -331,22 +326,24 @@ class Critic:
                 for part in mini_batches
             ]
             fields = {"old": values, "returns": returns}
-            figures += learner.update(rows, own, fields, self._objective, step=step, epochs=epochs)
-        moments = [algo.moments(returns), algo.moments(returns - scored.values)]
-        self.pretraining.finish(step, *self.group.all_moments(moments))
+            figures += learner.update(
+                rows, own, fields, self._objective, step=plan.step, epochs=epochs
+            )
+        errors = returns - scored.values
+        moments = algo.all_moments(self.group.all_gather, [returns, errors])
+        self.pretraining.finish(plan.step, *moments)
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)
-        return metrics | {"critic/lr": self.learners[0].learning_rate(step)}
+        return metrics | {"critic/lr": self.learners[0].learning_rate(plan.step)}
 
     def samples(self, step: int, scored: ScoredRows, found: Estimate) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
         calls it in a thread."""
         prompt = self.context.prompt
         decode = self.context.decode
-        rollout = scored.rollout
-        tokens = token_figures(rollout, found.figures, decode)
-        rows = zip(rollout.episodes, scored.totals.tolist(), tokens, strict=True)
+        tokens = token_figures(scored.rollout, found.figures, decode)
+        rows = zip(scored.rollout.episodes, scored.totals.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
         return [
             record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}
@@ -357,43 +354,22 @@ class Critic:
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        old = fields["old"]
-        returns = fields["returns"]
         if bounds := self.context.config.value.range:
-            logits = head_outputs(model, batch)
             return algo.bounded_value_loss(
-                logits, returns, batch.mask, bounds=bounds, aggregate=ppo.aggregate
+                head_outputs(model, batch),
+                fields["returns"],
+                batch.mask,
+                bounds=bounds,
+                aggregate=ppo.aggregate,
             )
-        values = value_outputs(model, batch)
         return algo.value_loss(
-            values, old, returns, batch.mask, clip=ppo.value_clip, aggregate=ppo.aggregate
+            value_outputs(model, batch),
+            fields["old"],
+            fields["returns"],
+            batch.mask,
+            clip=ppo.value_clip,
+            aggregate=ppo.aggregate,
         )
-
-    def _summaries(self, figures: dict[str, Tensor]) -> dict[str, float]:
-        """Mean, minimum and maximum over the whole batch of figures that each rank has for its
-        rows."""
-        every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
-        own = {
-            name: [*map(float, (m.count, m.mean, m.variance, *ends))]
-            for name, (m, *ends) in every.items()
-        }
-        gathered = self.group.all_gather(own)
-        metrics = {}
-        whole = {}
-        for name in dict.fromkeys(name for part in gathered for name in part):
-            found = [part[name] for part in gathered if name in part]
-            parts = torch.tensor(found, dtype=torch.float64)
-            whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
-            metrics |= {
-                f"{name}/mean": float(whole[name].mean),
-                f"{name}/min": float(parts[:, 3].min()),
-                f"{name}/max": float(parts[:, 4].max()),
-            }
-        if "error" in whole:
-            metrics["critic/vf_explained_var"] = algo.explained_variance(
-                whole["critic/returns"], whole["error"]
-            )
-        return {name: value for name, value in metrics.items() if not name.startswith("error/")}
 
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:

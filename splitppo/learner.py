@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from splitppo import algo
-from splitppo.config import Offload, OptimConfig
+from splitppo.config import Config, Offload, OptimConfig
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import (
     ROUND,
@@ -342,3 +342,29 @@ def learning_rate(
     progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
     share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)
+
+
+def start_at_mean(
+    learners: Sequence[Learner],
+    by_model: Sequence[Tensor],
+    rewards: Tensor,
+    rollout: Rollout,
+    config: Config,
+) -> None:
+    """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and so
+    do the rows' values: with a rate that suits the body, to learn the mean takes many steps, in
+    which nothing else is learned. All ranks of the group call it. `rewards`, values: `[N]`."""
+    group = learners[0].runner.group
+    bounds = config.value.range
+    start = algo.bounded_values(torch.zeros(1), bounds)
+    own = torch.tensor([float((values != start).sum()) for values in by_model])
+    to_go, _ = algo.gae(
+        rewards, torch.zeros_like(rewards), rollout.lengths, gamma=config.ppo.gamma, lam=1.0
+    )
+    (moments,) = algo.all_moments(group.all_gather, [to_go])
+    bias = algo.bounded_logits(moments.mean.float(), bounds)
+    differ = group.all_sum(own).tolist()
+    for learner, values, others in zip(learners, by_model, differ, strict=True):
+        if not others:  # else the head was drawn, or read from a folder
+            learner.set_weight("score.bias", bias)
+            values.fill_(algo.bounded_values(bias, bounds))

@@ -1,14 +1,10 @@
-"""How a value model begins: at the mean of the first rollout, and alone, while the policy waits."""
+"""The value model's first steps, in which the policy waits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from splitppo import algo
 from splitppo.config import Config
-from splitppo.learner import Learner
 
 
 class Pretraining:
@@ -63,28 +59,3 @@ class Pretraining:
         self.ended = state["ended"]
         self.stale = state["stale"]
         self.best = float("-inf") if state["best"] is None else state["best"]
-
-
-def start_at_mean(
-    learners: Sequence[Learner],
-    by_model: Sequence[Tensor],
-    rewards: Tensor,
-    lengths: Sequence[int],
-    config: Config,
-) -> None:
-    """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and so
-    do the rows' values: with a rate that suits the body, to learn the mean takes many steps, in
-    which nothing else is learned. All ranks of the group call it. `rewards`, values: `[N]`."""
-    group = learners[0].runner.group
-    bounds = config.value.range
-    start = algo.bounded_values(torch.zeros(1), bounds)
-    own = torch.tensor([float((values != start).sum()) for values in by_model])
-    nothing = torch.zeros_like(rewards)
-    to_go, _ = algo.gae(rewards, nothing, lengths, gamma=config.ppo.gamma, lam=1.0)
-    (moments,) = group.all_moments([algo.moments(to_go)])
-    bias = algo.bounded_logits(moments.mean.float(), bounds)
-    differ = group.all_sum(own).tolist()
-    for learner, values, others in zip(learners, by_model, differ, strict=True):
-        if not others:  # else the head was drawn, or read from a folder
-            learner.set_weight("score.bias", bias)
-            values.fill_(algo.bounded_values(bias, bounds))

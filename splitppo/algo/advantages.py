@@ -3,7 +3,7 @@ the rows' `lengths`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -61,6 +61,17 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
     within = ((counts - 1).clamp(min=0) * variances).sum()
     between = (counts * (means - mean).square()).sum()
     return Moments(count, mean, (within + between) / (count - 1).clamp(min=1))
+
+
+def all_moments(
+    all_gather: Callable[[list[list[float]]], list[Any]], own: Sequence[Tensor]
+) -> list[Moments]:
+    """Moments of each tensor over all ranks' parts of it. `all_gather` gives each rank's list, in
+    the ranks' order; every rank has as many tensors."""
+    mine = map(moments, own)
+    parts = all_gather([[float(m.count), float(m.mean), float(m.variance)] for m in mine])
+    wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
+    return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
 
 
 def explained_variance(targets: Moments, errors: Moments) -> float:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from splitppo.algo import Moments, merge_moments
 from splitppo.job.launch import Launch
 
 # axes over which weights are sharded; the second alone if there is one replica
@@ -79,12 +78,6 @@ class Group:
             found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line
         )
         return list(found.split(due.tolist()))
-
-    def all_moments(self, own: Sequence[Moments]) -> list[Moments]:
-        """Moments over all data-parallel ranks, of as many figures on every rank."""
-        parts = self.all_gather([(float(m.count), float(m.mean), float(m.variance)) for m in own])
-        wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
-        return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
 
     def barrier(self) -> None:
         """Waits for all ranks of the group. Nothing waits for the GPU's work."""

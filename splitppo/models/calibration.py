@@ -47,8 +47,8 @@ def quality(
     if most > 1:
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
-    figures = [algo.moments(x[counted & at]) for at in masks.values() for x in (targets, errors)]
-    whole = group.all_moments(figures)
+    figures = [x[counted & at] for at in masks.values() for x in (targets, errors)]
+    whole = algo.all_moments(group.all_gather, figures)
     metrics: dict[str, Any] = {
         f"critic/explained/{place}": algo.explained_variance(target, error)
         for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
@@ -71,3 +71,30 @@ def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str
     return [
         {"tokens": n, "value": value / n, "score": target / n} for n, value, target in bins if n
     ]
+
+
+def summaries(figures: dict[str, Tensor], group: Group) -> dict[str, float]:
+    """Mean, minimum and maximum over the whole batch of figures that each rank has for its
+    rows."""
+    every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
+    own = {
+        name: [*map(float, (m.count, m.mean, m.variance, *ends))]
+        for name, (m, *ends) in every.items()
+    }
+    gathered = group.all_gather(own)
+    metrics = {}
+    whole = {}
+    for name in dict.fromkeys(name for part in gathered for name in part):
+        found = [part[name] for part in gathered if name in part]
+        parts = torch.tensor(found, dtype=torch.float64)
+        whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
+        metrics |= {
+            f"{name}/mean": float(whole[name].mean),
+            f"{name}/min": float(parts[:, 3].min()),
+            f"{name}/max": float(parts[:, 4].max()),
+        }
+    if "error" in whole:
+        metrics["critic/vf_explained_var"] = algo.explained_variance(
+            whole["critic/returns"], whole["error"]
+        )
+    return {name: value for name, value in metrics.items() if not name.startswith("error/")}

@@ -46,11 +46,11 @@ def free_value_epochs(critic: Sequence[Mapping[str, Any]], epochs: int) -> tuple
 def idle_line(critic: Sequence[Mapping[str, Any]], config: Config) -> str:
     """What a run's user is told about its free passes; nothing if there are none. `critic`: the
     group's metrics of each step from the first."""
-    ppo = config.ppo
-    begun = max(WARM_UP, config.value.pretrain_steps, ppo.critic_warmup)
-    epochs = ppo.value_epochs or ppo.epochs
+    begun = max(WARM_UP, config.value.pretrain_steps, config.ppo.critic_warmup)
+    epochs = config.ppo.value_epochs or config.ppo.epochs
     share, free = free_value_epochs(critic[begun:], epochs)
     if free == epochs or config.placement.barrier:
         return ""
-    waited = f"the critic waited {100 * share:.0f} % of a step"
-    return f"{waited}: ppo.value_epochs = {free} costs nothing"
+    return (
+        f"the critic waited {100 * share:.0f} % of a step: ppo.value_epochs = {free} costs nothing"
+    )

@@ -25,6 +25,7 @@ SURE = 0.9  # the part of an estimate that a run needs in any case: it is within
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
 # offload -> the next kind of it
 MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}
+PHASE = {"actor": "logprobs", "critic": "score"}  # in which the models run
 VLLM = "vLLM's "  # begins the parts that another process holds
 
 
@@ -216,8 +217,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
-        flag = f"--{table}.{name}".replace("_", "-")
-        flag = flag if setting is True else f"{flag} {setting}"
+        flag = f"--{table}.{name}".replace("_", "-") + ("" if setting is True else f" {setting}")
         yield flag, with_setting(resolved, table, name, setting)
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
@@ -284,15 +284,13 @@ def _turns(
             yield "sync", ("policy",), engine | sync
             yield "rollout", (), engine | rollout
     for name in held:  # all of them are released when the last one has run
-        phase = "logprobs" if role == "actor" else "score"
-        yield phase, held, engine | _forward(resolved, name, role)
+        yield PHASE[role], held, engine | _forward(resolved, name, role)
     for name in {"policy", "value"} & {*held}:
         yield "update", (name,), engine | _update(resolved, name, role)
 
 
 def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
-    """What the engine holds throughout (vLLM asleep, with the trainer's buckets), in the sync, and
-    in the rollout."""
+    """What the engine holds throughout (vLLM asleep, and buckets), in the sync, in the rollout."""
     config = resolved.config
     model = resolved.models["policy"]
     size = config.engine.tensor_parallel
@@ -316,10 +314,8 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     room = memory * config.engine.memory_fraction - weights - plan.RESERVE
     awake = {f"{VLLM}weights": weights}
     cache = max(row, min(room, max(rows, 2) * row))
-    rest = {
-        f"{VLLM}other memory": plan.RESERVE,
-        "buckets": 2.0 * max(embedding, client.BUCKET["cuda"]),
-    }
+    buckets = 2.0 * max(embedding, client.BUCKET["cuda"])
+    rest = {f"{VLLM}other memory": plan.RESERVE, "buckets": buckets}
     return rest, awake | sync, awake | {f"{VLLM}cache": cache}
 
 

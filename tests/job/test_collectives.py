@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks, run_threads
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from splitppo.algo import Moments, moments
+from splitppo.algo import Moments, all_moments
 from splitppo.job.collectives import Group
 
 
@@ -18,7 +18,7 @@ def asked(group: Group) -> dict:
     place = group.set_rank
     # of the data-parallel rank, so of all its set
     rows = torch.tensor([1.0, 2.0, 6.0][: 1 + group.dp_rank])
-    (whole,) = group.all_moments([moments(rows)])
+    (whole,) = all_moments(group.all_gather, [rows])
     group.barrier()
     return {
         "rank": (group.dp_rank, group.dp_size),
