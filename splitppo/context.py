@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
 from splitppo.placement import Role, StepPlan
-from splitppo.rollout import Prompt, Rollout
+from splitppo.rollout import Episode, Messages, Prompt, Rollout, dialogue
 
 # figures of how the work was cut; they depend on the placement
 WORK = ("padding", "imbalance", "update_tflop")
@@ -20,7 +21,7 @@ class Context:
 
     Attributes:
         prompt: row -> its prompt.
-        decode: token ids of a response -> its text.
+        decode: token ids of a response -> its text. read: of an environment -> its messages.
         held_out: prompts of the validation.
         vocabulary_size: ids from 0 that a policy may sample.
     """
@@ -30,6 +31,7 @@ class Context:
     held_out: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
     vocabulary_size: int
+    read: Callable[[Sequence[int]], Messages] = lambda _: []
 
     @property
     def configs(self) -> tuple[Config, Config]:
@@ -37,6 +39,13 @@ class Context:
         its state belongs to by the first, since files may be moved; earlier versions did by the
         second."""
         return map_paths(self.config, lambda _, path: os.path.basename(path)), self.config
+
+    def to_score(
+        self, prompt: Prompt, episode: Episode
+    ) -> tuple[Prompt, str, Callable[[], Messages]]:
+        """A row as `Scorer.submit` gets it."""
+        messages = partial(dialogue, prompt, episode, self.decode, self.read)
+        return prompt, self.decode(episode.said), messages
 
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses
@@ -52,7 +61,7 @@ class Context:
         """The rows of each mini-batch that the losses are over; the last arguments are those of
         `StepPlan.slots`."""
         masked = self.config.ppo.mask_truncated
-        rows = [e.row for e in rollout.episodes if not (masked and e.truncated)]
+        rows = [e.row for e in rollout.episodes if not (masked and e.end in ("limit", "failed"))]
         return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
 
 

@@ -24,7 +24,7 @@ from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
-from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores
+from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores, spread_of
 from splitppo.rollout import Rollout, digest
 
 
@@ -40,6 +40,11 @@ class ScoredRows:
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
     ref: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """`[B]`: the scores with the rewards of the turns."""
+        return self.scores + self.rollout.sums(self.rollout.turn_rewards())
 
     @property
     def values(self) -> Tensor:
@@ -111,9 +116,9 @@ class Critic:
         They run while the value model does."""
 
         def start() -> Pending:
-            decode = self.context.decode
-            rows = [(self.context.prompt(s.row), decode(s.response)) for s in rollout.episodes]
-            return self.scorer.submit(rows)
+            prompts = map(self.context.prompt, rollout.rows)
+            parts = zip(prompts, rollout.episodes, strict=True)
+            return self.scorer.submit([self.context.to_score(*part) for part in parts])
 
         started = self.decoder.submit(start)
         return lambda: started.result()()
@@ -171,8 +176,9 @@ class Critic:
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         first = not self.past_scores.count
-        shaped = self._shape(scored)
-        rewards = algo.token_rewards(shaped, kl, rollout.lengths, kl_coef=kl_coef)
+        shaped, turns = self._shape(scored)
+        last = shaped - rollout.sums(turns)  # what is left for the row's last token
+        rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
         if first and self.learners:
             start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
         values = scored.values
@@ -180,12 +186,15 @@ class Critic:
         (moments,) = algo.all_moments(self.group.all_gather, [plain])
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
-            "critic/score": scored.scores,
+            "critic/score": scored.totals,
             "critic/rewards": rollout.sums(rewards),
             "critic/advantages": plain,
             "critic/returns": returns,
         }
-        figures |= {"critic/values": values, "error": returns - values} if self.learners else {}
+        if self.learners:
+            figures |= {"critic/values": values, "error": returns - values}
+        if self.learners and self.context.config.has_env:
+            figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
         metrics = self._deviation(scored) | summaries(extra | figures, self.group)
@@ -250,24 +259,29 @@ class Critic:
         (moments,) = algo.all_moments(self.group.all_gather, [spread])
         return {"critic/values/deviation": float(moments.mean)}
 
-    def _shape(self, scored: ScoredRows) -> Tensor:
-        """The scores that become rewards: normalised, clipped, less penalties; `[B]`."""
+    def _shape(self, scored: ScoredRows) -> tuple[Tensor, Tensor]:
+        """The rows' whole scores that become rewards: normalised, clipped, less penalties; `[B]`.
+        And what of them are turns' rewards, each at its turn's last token; `[N]`."""
         config = self.context.config
         rollout = scored.rollout
         # their scores are no sample of the others' distribution
         failed = {row for row, _ in scored.failures}
+        failed |= {episode.row for episode in rollout.episodes if episode.end == "failed"}
         counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
-        (batch,) = algo.all_moments(self.group.all_gather, [scored.scores[counted]])
+        (batch,) = algo.all_moments(self.group.all_gather, [scored.totals[counted]])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
-        return shape_scores(
-            scored.scores,
+        shaped = shape_scores(
+            scored.totals,
             rollout.lengths,
             [episode.truncated for episode in rollout.episodes],
             moments,
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
+            centered=not config.has_env,
         )
+        scale = 1.0 if config.reward.normalize == "off" else float(spread_of(moments))
+        return shaped, rollout.turn_rewards() / scale
 
     def close(self) -> None:
         """Ends the rewards' processes."""
@@ -329,7 +343,7 @@ class Critic:
         prompt = self.context.prompt
         decode = self.context.decode
         tokens = token_figures(scored.rollout, found.figures, decode)
-        rows = zip(scored.rollout.episodes, scored.scores.tolist(), tokens, strict=True)
+        rows = zip(scored.rollout.episodes, scored.totals.tolist(), tokens, strict=True)
         kept = islice(rows, self.context.config.log.samples)
         return [
             record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}

@@ -8,18 +8,19 @@ are over these alone, so the packed tensors `[N]` hold nothing else.
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-End = Literal["eos", "stop", "limit", "environment"]
+End = Literal["eos", "stop", "limit", "environment", "failed"]
 ENDS: tuple[End | None, ...] = (*get_args(End), None)
+Messages = list[dict[str, Any]]  # of a dialogue: role and content
 IDS = "i"  # the kind of an array of token ids: int32
 LOGPROBS = "f"  # of log-probs: float32
 # a message has before each row: its number, its end, tokens of the prompt, segments; before each
@@ -58,13 +59,13 @@ class Prompt:
 
 class Segment(NamedTuple):
     """Tokens of a row that came at once: sampled by the policy, or observed, which is what an
-    environment answered.
+    environment answered. An observation ends the turn before it, also one without tokens.
 
     Attributes:
         ids: the token ids, int32.
         logprobs: the engine's log-probs at the sampling temperature, float32, or an empty array
             away from the rank that sampled them. None: the ids were observed.
-        version: the step whose weights sampled the ids.
+        version: the step in which the ids were sampled, or observed.
         reward: of the turn that the segment ends.
     """
 
@@ -83,8 +84,8 @@ class Episode:
         prompt: token ids, int32.
         segments: what came after the prompt. The last one holds the end-of-sequence token or stop
             string, if the row ended by one.
-        end: what ended the row: the end-of-sequence token, a stop string, `max_new_tokens`, the
-            environment. None: it is open.
+        end: what ended the row: the end-of-sequence token, a stop string, a limit (of tokens or
+            turns), the environment, its failure. None: it is open.
     """
 
     row: int
@@ -94,7 +95,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether the row was cut at max_new_tokens."""
+        """Whether the row was cut at a limit."""
         return self.end == "limit"
 
     @cached_property
@@ -108,15 +109,36 @@ class Episode:
         return sum(tokens for _, tokens in self.stretches)
 
     @property
-    def turns(self) -> list[int]:
-        """The response tokens of each turn: what was sampled between two observations."""
-        parts = groupby(self.segments, key=lambda segment: segment.logprobs is None)
-        return [sum(len(segment.ids) for segment in part) for seen, part in parts if not seen]
+    def fresh(self) -> int:
+        """The response tokens of the last step in which something was appended."""
+        return sum(tokens for step, tokens in self.stretches if step == self.segments[-1].version)
 
     @property
-    def fresh(self) -> int:
-        """The response tokens of the last step that sampled some."""
-        return sum(tokens for step, tokens in self.stretches if step == self.stretches[-1][0])
+    def turns(self) -> list[tuple[array, array]]:
+        """Of each turn, the ids that were sampled, and those that were observed then."""
+        groups = groupby(self.segments, key=lambda segment: segment.logprobs is None)
+        parts = [array(IDS, b"".join(segment.ids for segment in part)) for _, part in groups]
+        return list(zip_longest(parts[::2], parts[1::2], fillvalue=array(IDS)))
+
+    @property
+    def said(self) -> array:
+        """The ids that the policy sampled in the last turn."""
+        return self.turns[-1][0]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each segment that was sampled; a turn's is its last segment's."""
+        return [segment.reward for segment in self.segments if segment.logprobs is not None]
+
+    @property
+    def awaits(self) -> bool:
+        """Of an open row between two steps, whether its last turn waits for its answer."""
+        return bool(self.segments) and self.segments[-1].logprobs is None
+
+    @property
+    def total(self) -> int:
+        """The number of all tokens: prompt, response tokens, observations."""
+        return len(self.prompt) + sum(len(segment.ids) for segment in self.segments)
 
     @property
     def response(self) -> array:
@@ -143,6 +165,23 @@ class Episode:
             if segment.logprobs is not None
         )
         return torch.cat([torch.arange(0), *parts])
+
+
+def dialogue(
+    prompt: Prompt,
+    episode: Episode,
+    decode: Callable[[Sequence[int]], str],
+    read: Callable[[Sequence[int]], Messages] = lambda _: [],
+) -> Messages:
+    """A row as messages: the prompt, what the policy said, what an environment answered. `read`
+    makes messages of an environment's tokens; also of the prompt's, if they are not the data's."""
+    found = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+    if list(episode.prompt) != prompt.tokens:
+        found = read(episode.prompt) or found
+    for said, heard in episode.turns:
+        found.append({"role": "assistant", "content": decode(said)})
+        found += read(heard) if heard else []
+    return found
 
 
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
@@ -217,10 +256,7 @@ class Rollout:
         self.episodes = sorted(episodes, key=lambda episode: episode.row)
         self.rows = [episode.row for episode in self.episodes]
         self.lengths = [episode.tokens for episode in self.episodes]
-        self.totals = [
-            len(episode.prompt) + sum(len(segment.ids) for segment in episode.segments)
-            for episode in self.episodes
-        ]
+        self.totals = [episode.total for episode in self.episodes]
         self.index = {row: i for i, row in enumerate(self.rows)}
 
     @property
@@ -249,14 +285,28 @@ class Rollout:
         wide = torch.zeros(len(self.rows), dtype=torch.float64)
         return wide.index_add_(0, row_of, packed.double()).to(packed.dtype)
 
+    def turn_rewards(self) -> Tensor:
+        """`[N]` float32: what environments gave, at the last token of each turn."""
+        found = torch.zeros(self.tokens)
+        sizes = [tokens for episode in self.episodes for _, tokens in episode.stretches]
+        rewards = [reward for episode in self.episodes for reward in episode.rewards]
+        found[torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1] = torch.tensor(rewards)
+        return found
+
+    def turn_starts(self) -> Tensor:
+        """Where in `[N]` each turn begins."""
+        sizes = [len(said) for episode in self.episodes for said, _ in episode.turns]
+        counts = torch.tensor(sizes, dtype=torch.int64)
+        return counts.cumsum(0) - counts
+
     def turns(self) -> Tensor:
         """`[N]` int64: the turn of each response token, from 0. Between two turns stands what an
         environment answered."""
-        parts: list[tuple[int, int]] = []
-        for episode in self.episodes:
-            kinds = groupby(episode.segments, key=lambda segment: segment.logprobs is None)
-            sizes = [sum(len(s.ids) for s in part) for observed, part in kinds if not observed]
-            parts += enumerate(sizes)
+        parts = [
+            (number, len(said))
+            for episode in self.episodes
+            for number, (said, _) in enumerate(episode.turns)
+        ]
         turns, tokens = torch.tensor(parts, dtype=torch.int64).view(-1, 2).T
         return turns.repeat_interleave(tokens)
 
@@ -268,7 +318,7 @@ class Rollout:
         """`[N]` int64: for each response token, how many steps before its row's last one it was
         sampled."""
         parts = [
-            (episode.stretches[-1][0] - step, tokens)
+            (episode.segments[-1].version - step, tokens)
             for episode in self.episodes
             for step, tokens in episode.stretches
         ]

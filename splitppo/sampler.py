@@ -5,9 +5,15 @@ Slot s of S has the rows s, s + S, s + 2S, ... of the data order. Without window
 step. With `rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by
 the next one, and a row that has not ended goes on in the next step, with the new weights. No row is
 skipped or taken twice, and no slot asks another.
+
+With environments a row has turns. When one ends, the row frees its place in the engine and keeps
+its slot until its environment has answered. No other row of the slot steps in: what is sampled must
+not depend on how long an answer takes. A turn that ends with the slot's last token of the step is
+answered while the others train, and the row goes on in the next step.
 """
 
 import sys
+import time
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
@@ -17,22 +23,39 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
+
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, Piece, RolloutEngine
+from splitppo.engine import TICK, Ask, Piece, RolloutEngine, row_seed
+from splitppo.envs.player import Player, Reply
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
-from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, digest, exchange_rows
+from splitppo.rollout import (
+    IDS,
+    LOGPROBS,
+    Episode,
+    Prompt,
+    Segment,
+    digest,
+    exchange_rows,
+    pack_rows,
+    tensor_of,
+    unpack_rows,
+)
 
 RECORDED = 32  # slots, the first, whose rows the metrics have
+ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 
 class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, the response tokens that it has so
-    far, and how many of them are of the last step."""
+    far, how many of them are of the last step, and the tokens that environments have added to it
+    and its prompt."""
 
     row: int
     tokens: int = 0
     fresh: int = 0
+    added: int = 0
 
 
 class Sampler:
@@ -41,15 +64,18 @@ class Sampler:
 
     Args:
         slots: S. prompt: row -> its prompt.
-        limit: most tokens of a response.
+        limit: most response tokens of a row. context: most tokens of a row in all.
         window: tokens that a slot decodes in a step; 0: no windows.
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
+        player: plays the rows' environments, if they have some.
 
     Attributes:
         open: slot -> its row that goes on, or that comes next and has no token yet. The same on all
             ranks.
         held: slot -> the open row with its contents, on the rank that owns the slot. After
             `load_state`, on all ranks.
+        waited: seconds of the step in which this rank's engine had no row, all of which waited for
+            their environments.
     """
 
     def __init__(
@@ -58,14 +84,19 @@ class Sampler:
         prompt: Callable[[int], Prompt],
         *,
         limit: int,
+        context: int | None = None,
         window: int = 0,
         lengths: Sequence[int] = (),
+        player: Player | None = None,
     ):
         self.slots = slots
         self.prompt = prompt
         self.limit = limit
+        self.context = context or sys.maxsize
         self.window = window
         self.lengths = lengths
+        self.player = player
+        self.waited = 0.0
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Episode] = {}
         # whether each rank holds every open row, as before the first rollout
@@ -91,13 +122,13 @@ class Sampler:
             drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(self._decode(engine, step, slots[rank::size], sampling, seed)) as own:
+        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as own:
             for stopped in _of_set(own, group) if group and size > 1 else own:
                 yield [row for row in stopped if self._keep(row)]
 
     def row(self, step: int, slot: int) -> Episode:
         """The row that a slot begins a step with; this rank owns the slot."""
-        return self.held[slot] if slot in self.open else self._fresh((step - 1) * self.slots + slot)
+        return self.held[slot] if slot in self.open else self.fresh((step - 1) * self.slots + slot)
 
     def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
         """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
@@ -112,7 +143,7 @@ class Sampler:
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        known = {slot: OpenRow(row.row, row.tokens, row.fresh) for slot, row in self.held.items()}
+        known = {slot: self._known(row) for slot, row in self.held.items()}
         decoded = {}
         for rows, part in group.all_gather((known, self._decoded)):
             self.open |= rows
@@ -125,12 +156,11 @@ class Sampler:
         """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
         at once."""
         rows = (self.open.get(slot) or OpenRow(slot) for slot in range(self.slots))
-        return [len(self.prompt(row.row).tokens) + row.tokens for row in rows]
+        return [len(self.prompt(row.row).tokens) + row.tokens + row.added for row in rows]
 
     def state(self, group: Group) -> list[Any]:
-        """The open rows as a checkpoint holds them: number, response, its log-probs, stretches, and
-        the hash of what was asked for. Prompts follow from data. All ranks of the actor group call
-        it; the first one gets the rows."""
+        """The open rows as a checkpoint holds them: number, the row as a message, and the hash of
+        what was asked for. All ranks of the actor group call it; the first one gets the rows."""
         if not self.window:
             return []
         parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
@@ -138,9 +168,7 @@ class Sampler:
         return [
             [
                 row.row,
-                b64encode(row.response).decode(),
-                b64encode(row.logprobs).decode(),
-                list(row.stretches),
+                b64encode(pack_rows([row], logprobs=True).numpy().data).decode(),
                 self._asked(row),
             ]
             for _, row in sorted(rows.items())
@@ -149,80 +177,48 @@ class Sampler:
     def load_state(self, state: Sequence[Any]) -> None:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
         then. Raises UserError if there are other slots now, or rows do not go on, have another
-        prompt, or are too long. Older checkpoints have no hashes, or lists for arrays."""
+        prompt, or are too long."""
         if state and not (self.window and len(state) == self.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
-        longest = max((sum(tokens for _, tokens in entry[3]) for entry in state), default=0)
-        for number, response, logprobs, stretches, *asked in state:
-            ids = _array(response, IDS)
-            sampled = _array(logprobs, LOGPROBS)
-            ends = accumulate(tokens for _, tokens in stretches)
-            segments = [
-                Segment(ids[end - tokens : end], sampled[end - tokens : end], step)
-                for (step, tokens), end in zip(stretches, ends, strict=True)
-            ]
-            row = replace(self._fresh(number), segments=tuple(segments))
-            if segments and asked not in ([], [self._asked(row)]):
+        rows = [self._stored(entry) for entry in state]
+        longest = max((row.tokens for row, _ in rows), default=0)
+        for row, asked in rows:
+            number = row.row
+            if row.segments and asked not in ([], [self._asked(row)]):
                 raise UserError(
                     f"row {number} of the checkpoint goes on, and its prompt is another one here"
                     f" (hash {self._asked(row)}, not {asked[0]}); restore seed, data,"
                     " rollout.samples and rollout.lengths of its run, or start from its exported"
                     " policy (splitppo export)"
                 )
-            if self._left(row) < 1:
+            if self.left(row) < 1 and not row.awaits:
                 raise UserError(
                     f"rollout.max_new_tokens={self.limit}, and row {number} of the checkpoint goes"
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
             slot = number % self.slots
-            self.open[slot] = OpenRow(number, row.tokens, row.fresh)
+            self.open[slot] = self._known(row)
             self.held[slot] = row
 
-    def _decode(
-        self,
-        engine: RolloutEngine,
-        step: int,
-        slots: Sequence[int],
-        sampling: RolloutConfig,
-        seed: int,
-    ) -> Generator[list[Episode], None, None]:
-        """The rows of these slots as they stop: ended, or open since their slot has decoded the
-        window's tokens."""
-        budgets = dict.fromkeys(slots, self.window or sys.maxsize)
-        asked: dict[int, Episode] = {}
-
-        def ask(row: Episode) -> Ask:
-            asked[row.row] = row
-            tokens = min(self._left(row), budgets[row.row % self.slots])
-            free = self._length(row.row) is None
-            return Ask(row.row, [*row.prompt, *row.response], row.tokens, tokens, free)
-
-        def take(piece: Piece) -> Episode:
-            row = asked.pop(piece.row)
-            slot = piece.row % self.slots
-            budgets[slot] -= len(piece.tokens)
-            # the engine knows how many tokens it was asked for, and not why
-            goes_on = piece.end == "limit" and len(piece.tokens) < self._left(row)
-            if self.window and not goes_on and budgets[slot]:
-                # first of all: its place is empty
-                engine.submit([ask(self._fresh(piece.row + self.slots))])
-            segment = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), step)
-            return replace(
-                row, segments=(*row.segments, segment), end=None if goes_on else piece.end
-            )
-
-        engine.begin(sampling, seed)
-        try:
-            first = [self.row(step, slot) for slot in slots]
-            first.sort(key=lambda row: len(row.prompt) + row.tokens)
-            engine.submit([ask(row) for row in first])
-            while asked:
-                yield [take(piece) for piece in engine.poll()]
-        finally:
-            engine.abort()
+    def _stored(self, entry: Sequence[Any]) -> tuple[Episode, list[str]]:
+        """A row of a checkpoint, and the hash of what was asked for. Before rows had turns, a
+        checkpoint held response, log-probs and stretches, the former two as lists still earlier;
+        then it has no hash."""
+        number, packed, *asked = entry
+        if len(entry) == 3:
+            return unpack_rows(tensor_of([b64decode(packed)], torch.int32))[0], asked
+        logprobs, stretches, *asked = asked
+        ids = _array(packed, IDS)
+        sampled = _array(logprobs, LOGPROBS)
+        ends = accumulate(tokens for _, tokens in stretches)
+        segments = [
+            Segment(ids[end - tokens : end], sampled[end - tokens : end], step)
+            for (step, tokens), end in zip(stretches, ends, strict=True)
+        ]
+        return replace(self.fresh(number), segments=tuple(segments)), asked
 
     def _keep(self, row: Episode) -> bool:
         """Remembers what a slot goes on with. Returns whether the row has ended."""
@@ -230,21 +226,153 @@ class Sampler:
         if slot < RECORDED:
             self._decoded.setdefault(slot, []).append((row.row, row.fresh))
         if self.window:
-            self.held[slot] = self._fresh(row.row + self.slots) if row.end else row
+            self.held[slot] = self.fresh(row.row + self.slots) if row.end else row
         return row.end is not None
 
-    def _left(self, row: Episode) -> int:
+    def left(self, row: Episode) -> int:
         """Tokens that a row may still get."""
-        return (self._length(row.row) or self.limit) - row.tokens
+        limit = self.length(row.row) or self.limit
+        return min(limit - row.tokens, self.context - row.total)
 
-    def _length(self, row: int) -> int | None:
+    def _known(self, row: Episode) -> OpenRow:
+        added = row.total - row.tokens - len(self.prompt(row.row).tokens)
+        return OpenRow(row.row, row.tokens, row.fresh, added)
+
+    def length(self, row: int) -> int | None:
+        """The length of a row's response in a benchmark."""
         return self.lengths[row % len(self.lengths)] if self.lengths else None
 
     def _asked(self, row: Episode) -> str:
-        return digest(self.prompt(row.row).tokens, self._length(row.row))
+        return digest(self.prompt(row.row).tokens, self.length(row.row))
 
-    def _fresh(self, row: int) -> Episode:
+    def fresh(self, row: int) -> Episode:
+        """A row without a token."""
         return Episode(row, array(IDS, self.prompt(row).tokens))
+
+
+class _Decoding:
+    """A step's work on a rank's slots: who is asked for tokens, who waits for an environment, and
+    what either says.
+
+    Args:
+        step: whose weights the engine has.
+    """
+
+    def __init__(self, sampler: Sampler, engine: RolloutEngine, step: int, seed: int):
+        self.sampler = sampler
+        self.player = sampler.player
+        self.engine = engine
+        self.step = step
+        self.seed = seed
+        self.budgets: dict[int, int] = {}  # tokens that a slot may still decode
+        self.asked: dict[int, Episode] = {}
+        self.waiting: dict[int, Episode] = {}  # for their environments
+
+    def run(
+        self, slots: Sequence[int], sampling: RolloutConfig
+    ) -> Generator[list[Episode], None, None]:
+        """The rows of these slots as they stop: ended, or open since their slot has decoded the
+        window's tokens."""
+        sampler = self.sampler
+        sampler.waited = 0.0
+        self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
+        self.engine.begin(sampling, self.seed)
+        try:
+            first = [sampler.row(self.step, slot) for slot in slots]
+            first.sort(key=lambda row: len(row.prompt) + row.tokens)
+            if self.player:
+                self.player.keep({row.row for row in first})
+            self._start(first)
+            while self.asked or self.waiting:
+                idle = not self.asked
+                pieces = [] if idle else self.engine.poll()
+                stopped = [row for piece in pieces for row in self._take(piece)]
+                if self.waiting and self.player:
+                    began = time.monotonic()
+                    replies = self.player.poll(self.waiting, TICK if idle else 0)
+                    sampler.waited += (time.monotonic() - began) * idle
+                    stopped += [row for reply in replies for row in self._answer(reply)]
+                yield stopped
+        finally:
+            self.engine.abort()
+
+    def _start(self, rows: Sequence[Episode]) -> None:
+        """Asks for tokens of the rows that need not hear from their environments first."""
+        if self.player:
+            for row in rows:
+                env_seed = row_seed(self.seed, row.row, ENV_NOISE)
+                if self.player.enter(row, self.sampler.prompt(row.row), env_seed):
+                    self.waiting[row.row] = row
+        self.engine.submit([self._ask(row) for row in rows if row.row not in self.waiting])
+
+    def _ask(self, row: Episode) -> Ask:
+        self.asked[row.row] = row
+        tokens = min(self.sampler.left(row), self._budget(row))
+        free = self.sampler.length(row.row) is None
+        return Ask(row.row, [*row.prompt, *row.response], row.tokens, tokens, free)
+
+    def _take(self, piece: Piece) -> Iterator[Episode]:
+        """Appends what was sampled. Yields the row if it stops."""
+        row = self.asked.pop(piece.row)
+        self.budgets[row.row % self.sampler.slots] -= len(piece.tokens)
+        ids = array(IDS, piece.tokens)
+        row = _longer(row, Segment(ids, array(LOGPROBS, piece.logprobs), self.step))
+        # the engine knows how many tokens it was asked for, and not why
+        if piece.end == "limit" and self.sampler.left(row):
+            yield row
+        elif not self.player or piece.end == "limit":
+            yield self._stop(replace(row, end=piece.end))
+        else:
+            row = _longer(row, Segment(array(IDS), None, self.step))
+            self.player.step(row)
+            if self._budget(row):
+                self.waiting[row.row] = row
+            else:
+                yield row
+
+    def _answer(self, reply: Reply) -> Iterator[Episode]:
+        """Appends what an environment said. Yields the row if it stops."""
+        row = self.waiting.pop(reply.row)
+        if (
+            self.player and reply.begins and row.awaits
+        ):  # its turns were played again, but for the last
+            self.waiting[row.row] = row
+            self.player.step(row)
+            return
+        row = replace(row, prompt=reply.ids) if reply.begins else self._answered(row, reply)
+        if row.end:
+            yield self._stop(row)
+        else:
+            self.engine.submit([self._ask(row)])
+
+    def _answered(self, row: Episode, reply: Reply) -> Episode:
+        """The row with the answer to its last turn. What ends it, in this order: the environment,
+        `env.max_turns`, `rollout.max_new_tokens`, `rollout.max_context`."""
+        *before, turn, _ = row.segments
+        if reply.end == "failed":  # its reward is that of the whole row
+            before = [segment._replace(reward=0.0) for segment in before]
+        said = (*before, turn._replace(reward=reply.reward))
+        longer = replace(row, segments=(*said, Segment(reply.ids, None, self.step)), end=reply.end)
+        if reply.end or self.sampler.left(longer) > 0:
+            return longer
+        nothing = Segment(array(IDS), None, self.step)
+        return replace(row, segments=(*said, nothing), end="limit")
+
+    def _stop(self, row: Episode) -> Episode:
+        """Has the slot's next row follow one that has ended."""
+        if self.player:
+            self.player.end(row.row)
+        if self.sampler.window and self._budget(row):
+            self._start([self.sampler.fresh(row.row + self.sampler.slots)])
+        return row
+
+    def _budget(self, row: Episode) -> int:
+        """Tokens that the row's slot may still decode in this step."""
+        return self.budgets[row.row % self.sampler.slots]
+
+
+def _longer(row: Episode, segment: Segment) -> Episode:
+    return replace(row, segments=(*row.segments, segment))
 
 
 def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:

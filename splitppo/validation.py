@@ -8,6 +8,7 @@ from typing import Any
 
 from splitppo.context import Context, record
 from splitppo.engine import RolloutEngine, row_seed
+from splitppo.envs.player import Player
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, say_failures
 from splitppo.rewards.summary import Response, answer, metrics
@@ -22,13 +23,14 @@ FILE_ROWS = 256  # rows that a validation writes at most, the first
 class Validator:
     """Scores the held-out prompts; each rank of the actor group takes a part of them. `context`
     holds the held-out prompts, `group` are the actors, `write` writes a step's rows to the run's
-    folder."""
+    folder, `player` plays their environments, if they have some."""
 
     context: Context
     engine: RolloutEngine
     group: Group
     scorer: Scorer
     write: Callable[[int, Sequence[Mapping[str, Any]]], None]
+    player: Player | None = None
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -52,17 +54,18 @@ class Validator:
         sampling = replace(config.rollout, temperature=config.log.validate_temperature)
         seed = row_seed(config.seed, NO_ROW, 0)
         sampler = Sampler(
-            len(prompts) * n, lambda row: prompts[row // n], limit=config.rollout.max_new_tokens
+            len(prompts) * n,
+            lambda row: prompts[row // n],
+            limit=config.rollout.max_new_tokens,
+            context=config.rollout.max_context,
+            player=self.player,
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                texts = [self.context.decode(episode.response) for episode in finished]
+                said = [self.context.to_score(prompts[row.row // n], row) for row in finished]
                 # the scorer works while the engine generates
-                pairs = [
-                    (prompts[episode.row // n], text)
-                    for episode, text in zip(finished, texts, strict=True)
-                ]
-                batches.append((finished, texts, self.scorer.submit(pairs)))
+                texts = [text for _, text, _ in said]
+                batches.append((finished, texts, self.scorer.submit(said)))
         found = []
         written = []
         failures = []
@@ -70,20 +73,23 @@ class Validator:
             for episode, text, scored in zip(
                 episodes, texts, self.group.of_first(pending), strict=True
             ):
+                score = scored.score + sum(episode.rewards)
                 found.append(
                     Response(
                         episode.row,
-                        scored.score,
+                        score,
                         dict(scored.figures),
                         answer(text),
-                        len(episode.response),
+                        episode.tokens,
                         cut=episode.truncated,
-                        failed=bool(scored.failures),
+                        failed=bool(scored.failures) or episode.end == "failed",
                     )
                 )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
-                    written.append((episode.row, text, scored.score, episode.end))
+                    shown = self.context.decode(episode.response)
+                    written.append((episode.row, shown, score, episode.end))
+        failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = sorted(row for _, part, _ in gathered for row in part)

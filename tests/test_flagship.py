@@ -8,6 +8,7 @@ reference works out for itself.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -136,7 +137,13 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
     def actor_update(self: Any, plan: StepPlan, rollout: Any, *tensors: Any, waits: bool) -> Any:
         step = plan.step
         rows = {
-            s.row: (list(s.prompt), list(s.response), list(s.logprobs), not s.truncated)
+            s.row: (
+                list(s.prompt),
+                list(s.response),
+                list(s.logprobs),
+                not s.truncated,
+                [[*said] for said, _ in s.turns],
+            )
             for s in rollout.episodes
         }
         torch.save(rows, record / f"rows_{step}_{rank}.pt")
@@ -223,11 +230,13 @@ def reference(
     value_lr: float = VALUE_LR,
     head: str = "normal",
     window: int = 0,
+    heard: Callable[[Row], Row] = lambda row: row,
     **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
-    score. With a `window` the reference finds out by itself in which step a row ends, and what its
-    log-probs were when it was sampled."""
+    score. `heard` adds what an environment says to what was sampled. With a `window` the reference
+    finds out by itself in which step a row ends, and what its log-probs were when it was
+    sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
@@ -253,8 +262,16 @@ def reference(
             sizes={"actor": 1, "critic": 1},
         )
         made = [
-            Row(prompt, response, scores[row] - (0 if finished else penalty), engine, finished)
-            for row, (prompt, response, engine, finished) in sorted(rows.items())
+            heard(
+                Row(
+                    prompt,
+                    [token for said in turns for token in said],
+                    scores[row] - (0 if finished else penalty),
+                    engine,
+                    finished,
+                )
+            )
+            for row, (prompt, _, engine, finished, turns) in sorted(rows.items())
         ]
         value_rows = cut.slots("critic", 0, value_mini_batches)
         cuts.append(([list(mini) for mini in cut.mini_batches], value_rows))

@@ -3,6 +3,7 @@ log-probs, values, losses and gradients. And the turns are one sequence in time:
 what the environment said."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,12 @@ from torch import Tensor
 from splitppo import algo
 from splitppo.config import (
     Config,
+    EnvConfig,
     LogConfig,
     OptimConfig,
     PlacementConfig,
     PPOConfig,
+    RewardConfig,
     RolloutConfig,
 )
 from splitppo.critic import Critic, ScoredRows
@@ -323,3 +326,39 @@ def test_gae_goes_over_the_response_tokens_in_sequence():
         ((advantages, returns),) = run_threads(1, advantages_of, samples, scores)
         assert advantages == pytest.approx(due, abs=1e-6)
         assert returns == pytest.approx([a + v for a, v in zip(due, VALUES, strict=True)], abs=1e-6)
+
+
+def rewarded(group: Group, reward: RewardConfig) -> list[list[float]]:
+    """The token rewards of two rows of two turns, whose environment gave 1 and 2, and 0 and -1; the
+    scores are 0.5 and 1."""
+    rows = []
+    for row, given in enumerate([(1.0, 2.0), (0.0, -1.0)]):
+        made = episode(
+            row, [5], [6, 7, 8, 9, 9], [0.0] * 4, "limit", mask=[True, True, False, True, True]
+        )
+        segments = list(made.segments)
+        for at, part in zip((0, 2), given, strict=True):
+            segments[at] = segments[at]._replace(reward=part)
+        rows.append(replace(made, segments=tuple(segments)))
+    config = Config(env=EnvConfig(path="env.py:Env"), reward=reward)
+    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    critic = Critic(context, group, [], cast(Any, None), None)
+    rollout = Rollout(rows)
+    scored = ScoredRows(rollout, [], torch.tensor([0.5, 1.0]), {}, [])
+    found = critic.advantages(1, scored, [torch.zeros(8)])
+    assert found.metrics["critic/score/max"] == 3.5
+    return [part.tolist() for part in rollout.split(found.figures["reward"])]
+
+
+def test_rewards_of_turns_stand_where_their_turn_ends():
+    """Both rows together have 3.5 and 0: a deviation of 2.47."""
+
+    def found(**reward: Any) -> list[list[float]]:
+        return run_threads(1, rewarded, RewardConfig(**reward))[0]
+
+    assert found() == [[0, 1, 0, 2.5], [0, 0, 0, 0]]
+    assert found(clip=(0.5, 2.0), missing_eos_penalty=0.25) == [[0, 1, 0, 0.75], [0, 0, 0, 0.25]]
+    scaled = found(normalize="running")
+    spread = 3.5 / 2**0.5
+    for row, due in zip(scaled, ([0, 1, 0, 2.5], [0, 0, 0, 0]), strict=True):
+        assert row == pytest.approx([part / spread for part in due], abs=1e-6)

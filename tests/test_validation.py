@@ -80,7 +80,7 @@ class FakeScorer:
     def submit(self, rows, /):
         self.events.append("submit")
         outcomes = []
-        for prompt, text in rows:
+        for prompt, text, _ in rows:
             right = answer(text.rstrip(".")) == Decimal(prompt.ground_truth)
             outcomes.append(
                 Scored(float(right), {"length": len(text)}, (SLOW,) * text.endswith("..."))

@@ -2,6 +2,7 @@
 kill and resume."""
 
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.pretraining import Pretraining
-from splitppo.rollout import Episode, Prompt, Rollout
+from splitppo.rollout import Episode, Prompt, Rollout, tensor_of, unpack_rows
 from splitppo.run import memory
 from splitppo.run.build import build_sampler, plan_step
 from splitppo.run.checks import warnings
@@ -78,7 +79,7 @@ def check(
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
         assert [row[:2] for row in mine] == [(row.prompt, row.response) for row in step.rows]
-        for (_, _, logprobs, _), row in zip(mine, step.rows, strict=True):
+        for (_, _, logprobs, *_), row in zip(mine, step.rows, strict=True):
             assert logprobs == pytest.approx(row.engine, rel=0, abs=1e-5)
     return seen
 
@@ -153,7 +154,7 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
         window, self.window = self.window, 0
         yield from generate(self, engine, step, slots, *args)
         self.window = window
-        self.held |= {slot: self._fresh(step * self.slots + slot) for slot in slots if window}
+        self.held |= {slot: self.fresh(step * self.slots + slot) for slot in slots if window}
 
     Sampler.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)
@@ -206,7 +207,9 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=2", f"--run-dir={cut}"])
     state = json.loads((cut / "checkpoints" / "step_000002" / "actor" / "state.json").read_text())
     assert len(state["open"]) == 6
-    assert {step for *_, stretches, _ in state["open"] for step, _ in stretches} == {1, 2}
+    packed = [b64decode(row) for _, row, _ in state["open"]]
+    held = unpack_rows(tensor_of(packed, torch.int32))
+    assert {step for row in held for step, _ in row.stretches} == {1, 2}
     run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=7", f"--run-dir={cut}"])
     for role in ("actor", "critic"):
         assert_same(figures(cut, role), figures(whole, role))

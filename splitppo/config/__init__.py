@@ -10,6 +10,7 @@ from typing import Literal
 
 from splitppo.config.algorithm import (
     DataConfig,
+    EnvConfig,
     PolicyConfig,
     PPOConfig,
     ReferenceConfig,
@@ -188,6 +189,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -199,6 +201,17 @@ class Config:
     def old_logprobs(self) -> Literal["trainer", "engine"]:
         """Whose log-probs are the old ones of the ratio."""
         return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")
+
+    @property
+    def env_path(self) -> str | None:
+        """The environment, also that of the embedded task."""
+        embedded = self.data.task == "guess" and not (self.data.files or self.env.tools)
+        return self.env.path or ("guess" if embedded else None)
+
+    @property
+    def has_env(self) -> bool:
+        """Whether rows have turns: an environment or tools answer them."""
+        return bool(self.env_path or self.env.tools)
 
     @property
     def value_models(self) -> int:

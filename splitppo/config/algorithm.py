@@ -111,8 +111,9 @@ class ValueConfig:
 class DataConfig:
     """The prompts."""
 
-    task: Literal["echo", "addition"] = "echo"
-    """Generated task, if there are no `files`."""
+    task: Literal["echo", "addition", "guess"] = "echo"
+    """Generated task, if there are no `files`. `guess`: a game of several turns, with the
+    environment of this name."""
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
@@ -155,7 +156,11 @@ class RolloutConfig:
     """Longest prompt; `data.overlong` says what happens to longer ones. Unset: the longest prompt
     of the data."""
     max_new_tokens: int = 512
-    """Longest response. A response that has not ended by then is cut there."""
+    """Most response tokens of a row, over all its turns. A row that has not ended by then is cut
+    there."""
+    max_context: int | None = None
+    """Most tokens of a row that an environment answers: prompt, response tokens and answers. Unset:
+    what the models can read."""
     temperature: float = 1.0
     """Sampling temperature. All log-probs are computed at this temperature."""
     top_p: float = 1.0
@@ -164,8 +169,8 @@ class RolloutConfig:
     top_k: int = 0
     """Sample from this many likeliest tokens. 0: from all. Above 0 biases the ratio."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the end-of-sequence token. The string stays in the
-    response."""
+    """Strings that end a response, or a turn of it, besides the end-of-sequence token. The string
+    stays in the response."""
     window: int = 0
     """W: tokens that each of `batch_size` slots decodes in a step, row after row. A row that has
     not ended goes on in the next step, with the new weights. A step trains on the rows that end in
@@ -179,14 +184,43 @@ class RolloutConfig:
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest row: a prompt and its response. Until the data are read, an unset longest prompt
-        counts as 0."""
-        return (self.max_prompt_tokens or 0) + self.max_new_tokens
+        """Longest row: a prompt and its response, or what an environment may make of them. Until
+        the data are read, an unset longest prompt counts as 0."""
+        return self.max_context or (self.max_prompt_tokens or 0) + self.max_new_tokens
 
     @property
     def messages(self) -> int:
         """K, at most as many as halving a step's rows can fill."""
         return min(self.chunks, self.batch_size.bit_length())
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """What answers the policy between the turns of a row. Runs in worker processes of the actor
+    ranks, `reward.workers` each."""
+
+    path: str | None = None
+    """An environment: `path/to/file.py:Name`, a class with reset(), step(message) and close(), or
+    `guess`."""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call: `path/to/file.py:name`, with type hints and a docstring,
+    `calculator`, or `python`."""
+    call_format: str = "auto"
+    """How the policy writes a call: `hermes`, `llama`, `mistral`, or a regular expression with a
+    group for the call's JSON. `auto`: as the tokenizer or its chat template has it."""
+    format_reward: float = 0.0
+    """Reward of the first turn of a row whose calls all parse."""
+    network: bool = False
+    """Let the tool `python` use the network, also where the kernel can't take it away."""
+    rewritten: Literal["refuse", "keep"] = "refuse"
+    """With a chat template that rewrites earlier messages: refuse the run, or `keep` what was
+    sampled."""
+    max_turns: int = 16
+    """Most turns of a row."""
+    max_observation_tokens: int = 2048
+    """Most tokens of an answer. A longer one is cut, and says so."""
+    timeout: float = 60.0
+    """Seconds that an answer may take. Then the row ends, with `reward.failed_score`."""
 
 
 @dataclass(frozen=True)
@@ -196,18 +230,19 @@ class RewardConfig:
     function: tuple[str, ...] = ("auto",)
     """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`.
     `auto`: by the row's data_source. `none`: only the reward model. A function of a file takes
-    (data_source, solution_str, ground_truth, extra_info), perhaps prompt, and may be async. It
-    returns a number, or a dict with `score` and more numbers, which become metrics."""
+    (data_source, solution_str, ground_truth, extra_info), perhaps prompt and messages, and may be
+    async. It returns a number, or a dict with `score` and more numbers, which become metrics."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
-    """Processes per critic rank that run the functions."""
+    """Processes per critic rank that run the functions, and per actor rank that run
+    environments."""
     timeout: float = 60.0
     """Seconds per row and function. A slower call fails: its process is replaced, or the async call
     is cancelled."""
     failed_score: float = 0.0
     """Score of a function that failed: a time-out, an exception, or a result that is not a finite
-    number."""
+    number. Also of an environment that failed, in place of its rewards."""
     model: str | None = None
     """Folder or hub name of a reward model: sequence classification with one label. Runs on the
     critic ranks."""
@@ -227,11 +262,12 @@ class RewardConfig:
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"
     """Subtract the mean of the scores and divide by their deviation: those of the batch (not with
-    `rollout.window`: a step may have one row), or of all steps so far."""
+    `rollout.window`: a step may have one row), or of all steps so far. With an environment: only
+    divide."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest score, after normalising."""
+    """Lowest and highest score of a row, with the rewards of its turns, after normalising."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a row that was cut at `rollout.max_new_tokens`."""
+    """Subtracted from the score of a row that was cut at a limit."""
     overlong_tokens: int = 0
     """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO,
     eq. 13). 0: off."""
@@ -308,6 +344,6 @@ class PPOConfig:
     importance_cap: float = 2.0
     """Upper bound of these weights."""
     mask_truncated: bool = False
-    """Leave rows that were cut at `rollout.max_new_tokens` out of both losses."""
+    """Leave rows that were cut at a limit, or whose environment failed, out of both losses."""
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
     """How the token losses of a mini-batch become one number."""

@@ -21,7 +21,7 @@ from splitppo.errors import UserError, check_text
 PATHS = (
     *("run_dir", "resume", "policy.path", "reference.path", "value.path", "reward.model"),
     *("data.files", "data.validation_files", "rollout.lengths"),
-    *("reward.function", "reward.validation"),
+    *("reward.function", "reward.validation", "env.path", "env.tools"),
 )
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (

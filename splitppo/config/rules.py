@@ -17,11 +17,13 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda v: v >= 1,
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
-        engine.tensor_parallel fsdp.tensor_parallel log.validate_samples nodes ppo.epochs
+        engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
+         log.validate_samples nodes ppo.epochs
         ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
         reference.tensor_parallel reward.tensor_parallel reward.workers rollout.batch_size
-        rollout.chunks rollout.max_new_tokens rollout.max_prompt_tokens rollout.samples
-        steps value.ensemble value.layers value.pretrain_epochs value.tensor_parallel""",
+        rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
+        rollout.samples steps value.ensemble value.layers value.pretrain_epochs
+        value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -34,7 +36,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda v: v > 0,
         "must be above 0",
-        """policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap
+        """env.timeout policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap
         ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout value.optim.eps""",
     ),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
@@ -86,7 +88,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 # whether two settings contradict each other, and what is said then
 Contradictions = list[tuple[object, str]]
 # no other setting may be a number below 0
-SIGNED = ("seed", "reward.failed_score", "reward.model_weight")
+SIGNED = ("seed", "env.format_reward", "reward.failed_score", "reward.model_weight")
 
 
 def check(config: Config) -> None:
@@ -194,6 +196,26 @@ def _of_rollout(config: Config) -> Contradictions:
             "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
         ),
         (
+            config.env.path and config.env.tools,
+            f"env.path={config.env.path} with env.tools: an environment runs its own tools; "
+            "unset one",
+        ),
+        (
+            config.env.format_reward and not config.env.tools,
+            f"env.format_reward={config.env.format_reward:g} rewards calls of env.tools, and there "
+            "are none; name some",
+        ),
+        (
+            rollout.max_context and not config.has_env,
+            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
+            "answer; set rollout.max_new_tokens",
+        ),
+        (
+            rollout.lengths and config.has_env,
+            "rollout.lengths fixes the length of responses, and an environment (env.path, "
+            "env.tools, data.task=guess) ends them; unset one",
+        ),
+        (
             window and rollout.stop,
             f"rollout.window={window} with rollout.stop: no engine finds a string across two "
             "windows; unset one",
@@ -220,11 +242,12 @@ def _of_reward(config: Config) -> Contradictions:
     limit = rollout.max_new_tokens
     return [
         (
-            functions == ("none",) and reward.model is None,
-            "reward.function=none needs a reward.model, or nothing scores the rows",
+            functions == ("none",) and reward.model is None and not config.has_env,
+            "reward.function=none needs a reward.model or an environment, or nothing scores the "
+            "rows",
         ),
         (
-            functions == ("none",) and every and not reward.validation,
+            functions == ("none",) and every and not reward.validation and not config.has_env,
             f"log.validate_every={every}: functions score held-out rows, and reward.function is "
             "none; "
             "name one in --reward.validation",

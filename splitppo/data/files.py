@@ -235,6 +235,7 @@ def read_lengths(config: RolloutConfig) -> list[int]:
 
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
     """The rows of `data.task`, a pure function of task, digits and seed; no row is in both splits.
+    Those of `guess` are alike: its environment has the rest.
 
     `echo`: "312=" asks for "312", three digits of 0 to 3. `addition`: "What is a+b?" for numbers of
     `data.digits`.
@@ -242,14 +243,17 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
     task = config.task
     digits = config.digits
     operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-    count = len(_ECHO_TEXTS) if task == "echo" else len(operands) ** 2
+    counts = {"echo": len(_ECHO_TEXTS), "addition": len(operands) ** 2, "guess": _MAX_ROWS}
+    count = counts[task]
     shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
     cut = len(shuffled) // _HELD_OUT
     for index in shuffled[:cut] if held_out else shuffled[cut:]:
+        text = "Guess a number.\n"
+        answer = ""
         if task == "echo":
             text = f"{_ECHO_TEXTS[index]}="
             answer = _ECHO_TEXTS[index]
-        else:
+        elif task == "addition":
             a = operands[index // len(operands)]
             b = operands[index % len(operands)]
             text = f"What is {a}+{b}?"

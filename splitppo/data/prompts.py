@@ -23,6 +23,9 @@ Split = Literal["train", "validation"]
 # the errors of the prompts that can't be scored
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
+# the messages of a prompt, with what the policy must know of its tools
+Instruct = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
 _ORDER_STREAM = 1
@@ -66,6 +69,7 @@ def load_prompts(
     split: Split,
     check: Check = lambda _: {},
     now: datetime | None = None,
+    instruct: Instruct = list,
 ) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
@@ -83,7 +87,7 @@ def load_prompts(
     read = [row for file in files for row in file]
     file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer, now)
+    prompts, wrong = tokenize(config, rows, tokenizer, now, instruct)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
         wrong |= {
@@ -109,7 +113,7 @@ def load_prompts(
     if (
         split == "train"
         and any(prompt.messages is None for prompt in prompts.values())
-        and _ends_texts(tokenizer)
+        and ends_texts(tokenizer)
     ):
         notes.append(
             f"the tokenizer ends each text in {tokenizer.eos_token}: "
@@ -140,7 +144,11 @@ def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[R
 
 
 def tokenize(
-    config: DataConfig, rows: Mapping[int, Row], tokenizer: Any, now: datetime | None = None
+    config: DataConfig,
+    rows: Mapping[int, Row],
+    tokenizer: Any,
+    now: datetime | None = None,
+    instruct: Instruct = list,
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none. A template that
     shows the time shows `now`, for all rows the same."""
@@ -150,6 +158,7 @@ def tokenize(
     wrong: dict[int, UserError] = {}
     for index, row in rows.items():
         messages = _conversation(config, row, tokenizer)
+        messages = messages and instruct(messages)
         try:
             text: Any = (
                 row.prompt
@@ -177,11 +186,10 @@ def tokenize(
         chosen = {
             index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
         }
-        ids = tokenizer(
-            [prompt.text for prompt in chosen.values()], add_special_tokens=plain, verbose=False
-        )["input_ids"]
+        texts = [prompt.text for prompt in chosen.values()]
+        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
         # a policy has nothing to say behind the end
-        end = -1 if plain and _ends_texts(tokenizer) else None
+        end = -1 if plain and ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     wrong |= {
@@ -232,7 +240,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
         )
 
 
-def _ends_texts(tokenizer: Any) -> bool:
+def ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
     ids, bare = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)

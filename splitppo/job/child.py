@@ -5,6 +5,10 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 TORCHRUN = {
     "RANK",
@@ -16,6 +20,7 @@ TORCHRUN = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 
 def clean_environment() -> dict[str, str]:
@@ -28,16 +33,69 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def kill_with_parent() -> None:
-    """Makes Linux kill this process when the thread that started it ends, for whatever reason."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def kill_with_parent(by: int = signal.SIGKILL) -> None:
+    """Makes Linux send this process a signal when the thread that started it ends, for whatever
+    reason."""
+    ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
 
 
-def end_with_parent(parent: int, what: str) -> None:
+def end_with_parent(parent: int, what: str, by: int = signal.SIGKILL) -> None:
     """As `kill_with_parent`, for a process, named `what`, that the rank `parent` (a process id)
     starts. It ignores what schedulers send to all processes of a job: the rank handles that."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    kill_with_parent()
+    kill_with_parent(by)
     if os.getppid() != parent:
         sys.exit(f"the rank that started this {what} has ended")
+
+
+def keep(parent: int) -> None:
+    """Goes on in a new process. This one keeps it: it prints what is printed there, but no flood.
+    When the new process or the rank `parent` ends, or at SIGHUP, it kills all that was started
+    there, in whatever way, and ends as the new process did: with its status, or 128 + the
+    signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    end_with_parent(parent, "worker", signal.SIGHUP)
+    # orphans become children of this process, also those that left their group and session
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    source, sink = os.pipe()
+    kept = os.fork()
+    if not kept:
+        kill_with_parent()
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(sink, stream)
+        return
+    signal.signal(signal.SIGHUP, lambda *_: _kill_children())
+    os.close(sink)
+    printing = threading.Thread(target=_print_from, args=[source], daemon=True)
+    printing.start()
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):  # all have ended
+        while True:
+            ended.setdefault(*os.wait())
+            if kept in ended:
+                _kill_children()
+    printing.join(1)
+    status = os.waitstatus_to_exitcode(ended[kept])
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _kill_children() -> None:
+    """Kills the children of this process that it has not waited for yet."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def _print_from(source: int) -> None:
+    """Prints what comes from a pipe until all have closed it: in a second `OUTPUT` bytes, and not
+    the rest."""
+    more = f"\n[workers print more than {OUTPUT} bytes a second: the rest is left out]\n".encode()
+    paid = 0.0  # the time until which the printed bytes are enough
+    while text := os.read(source, 4096):
+        now = time.monotonic()
+        paid = max(paid, now - 1)
+        if paid < now:
+            paid += len(text) / OUTPUT
+            with suppress(OSError):  # who reads it has gone
+                os.write(1, text + more * (paid >= now))

@@ -4,27 +4,26 @@ may return.
 Reward workers import this module: no torch, no numpy.
 """
 
-import functools
+import importlib
 import importlib.util
 import inspect
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from splitppo.errors import UserError, one_line
+from splitppo.job.loading import find_in_file
 from splitppo.rewards import rules
+from splitppo.workers import Failure
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
-# if it has a parameter of that name. Returns a number, or a dict with `score` and more numbers, or
-# an awaitable of either.
+# and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
+# more numbers, or an awaitable of either.
 RewardFunction = Callable[..., Any]
 
 FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
@@ -35,10 +34,12 @@ FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
     "echo": rules.echo,
 }
 BY_NAME = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
+FAST["none"] = lambda **_: 0.0  # where `auto` leaves a row to its environment
 # the rule that `auto` takes for a data source
 BY_DATA_SOURCE = {
     "echo": "echo",
     "addition": "last_number",
+    "guess": "none",
     "gsm8k": "gsm8k",
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -46,18 +47,6 @@ BY_DATA_SOURCE = {
     "HuggingFaceH4/MATH-500": "math",
     "EleutherAI/hendrycks_math": "math",
 }
-# how the names of modules begin that are imported as the file of a reward
-IMPORTED = "splitppo_reward_"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A function that gave no score for a row. Kinds: `timeout`; `error`: it raised; `invalid`: its
-    result is no finite number; `crash`: its process ended."""
-
-    function: str  # its short name; workers leave it empty
-    kind: Literal["timeout", "error", "invalid", "crash"]
-    text: str  # one line: the exception and its place, or how the process ended
 
 
 Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further numbers
@@ -87,23 +76,9 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         )
     if function in BY_NAME:
         return BY_NAME[function]
-    path, _, name = function.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise UserError(
-            f"{wrong} no such rule; use auto, {', '.join(BY_NAME)} or path/to/file.py:name"
-        )
-    file = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
-    if not file.is_file():
-        raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
-    module = _import_file(file)
-    if not hasattr(module, name):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; "
-            f"functions there: {', '.join(defined) or 'none'}"
-        )
-    found = getattr(module, name)
-    names = ("data_source", "solution_str", "ground_truth", *["prompt"] * takes_prompt(found))
+    known = f"rule; use auto, {', '.join(BY_NAME)}"
+    found = find_in_file(function, setting, what="reward", known=known)
+    names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
     try:
         inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
     except ValueError:  # some callables written in C have no signature
@@ -114,6 +89,18 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
             "define it with (data_source, solution_str, ground_truth, extra_info)"
         ) from error
     return found
+
+
+class Functions:
+    """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
+
+    def __init__(self, names: Sequence[str]):
+        self.functions = {name: find_function(name) for name in names}
+        if "math" in names:
+            importlib.import_module("math_verify")  # a second that must not count for the first row
+
+    def __call__(self, name: str, row: dict[str, Any]) -> tuple[Any, Callable[[Any], Outcome]]:
+        return self.functions[name](**row), read_result
 
 
 def name_function(function: RewardFunction) -> str:
@@ -131,55 +118,14 @@ def name_function(function: RewardFunction) -> str:
     return f"{os.path.abspath(file)}:{name}"
 
 
-@functools.cache  # imports a file once: its top level may load a model
-def _import_file(file: Path) -> ModuleType:
-    # the file may import modules beside it; last, so that they hide no library
-    sys.path += {str(file.parent)} - {*sys.path}
-    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be
-    # called reward.py
-    name = f"{IMPORTED}{file.stem}_{hash(file)}"
-    spec: Any = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"importing the reward file {file} failed: {describe(error, str(file))}; fix the file"
-        ) from error
-    return module
-
-
-def describe(error: BaseException, file: str) -> str:
-    """The error in one line, with the last line of `file` that led to it; if none did, the last
-    line of all."""
-    if isinstance(error, SyntaxError):  # its text names the place
-        return one_line(f"{type(error).__name__}: {error}")[:300]
-    text = one_line("".join(traceback.format_exception_only(error)))[:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether the function, or the `__call__` of an object, is defined with `async def`."""
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
-def takes_prompt(function: RewardFunction) -> bool:
-    """Whether the function has a parameter `prompt`. One that functools.partial has filled does not
-    count."""
+def asks_for(function: RewardFunction) -> set[str]:
+    """Those of `prompt` and `messages` that are parameters of the function. One that
+    functools.partial has filled does not count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
         parameters = inspect.signature(function).parameters
-        return "prompt" in parameters.keys() - getattr(function, "keywords", {}).keys()
-    return False
-
-
-async def awaited(result: Any) -> Any:
-    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async
-    function."""
-    while inspect.isawaitable(result):
-        result = await result
-    return result
+        filled = getattr(function, "keywords", {}).keys()
+        return {"prompt", "messages"} & (parameters.keys() - filled)
+    return set()
 
 
 def display_names(functions: Sequence[str]) -> list[str]:
@@ -228,10 +174,3 @@ def _number(value: Any) -> float:
     except Exception:  # several numbers, or one that is too large; each library has its own error
         return math.nan
     return number if abs(number) <= FLOAT32_MAX else math.nan
-
-
-def timeout_failure(timeout: float, *, blocks: bool = False) -> Failure:
-    """The failure of a function that took too long. `blocks`: an async function that blocked its
-    event loop."""
-    why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
-    return Failure("", "timeout", f"took longer than reward.timeout={timeout:g} s{why}")

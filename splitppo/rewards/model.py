@@ -2,7 +2,8 @@
 ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from splitppo.config import RewardConfig
 from splitppo.models.batching import MicroBatch
 from splitppo.models.runner import Frozen, Runner
 from splitppo.rewards.functions import Failure
-from splitppo.rollout import Episode, Prompt, episode_of
+from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
 
 
 class RewardText:
@@ -20,11 +21,21 @@ class RewardText:
 
     With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text
     is tokenised again: with `chat` and a chat template of the reward model, as a conversation; else
-    as plain text, prompt and response. `tokenizer` is the reward model's. A text of more than
+    as plain text, prompt and response. `read` makes messages of what an environment said.
+    `tokenizer` is the reward model's. A text of more than
     `longest` tokens, the most that the model can read, loses its beginning.
     """
 
-    def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        policy: Any,
+        *,
+        chat: bool,
+        longest: int,
+        read: Callable[[Sequence[int]], Messages] = lambda _: [],
+    ):
+        self.read = read
         self.tokenizer = tokenizer
         self.policy = policy
         self.longest = longest
@@ -51,17 +62,13 @@ class RewardText:
         if self.same:
             ids = episode.ids.tolist()
             return ids[-self.longest :], len(ids) > self.longest
-        response = self.policy.decode(list(episode.response), skip_special_tokens=True)
+        decode = partial(self.policy.decode, skip_special_tokens=True)
+        messages = dialogue(prompt, episode, lambda ids: decode(list(ids)), self.read)
         if self.chat:
-            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-            ids = self.tokenizer.apply_chat_template(
-                [*asked, {"role": "assistant", "content": response}],
-                tokenize=True,
-                return_dict=False,
-            )
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
             return ids[-self.longest :], len(ids) > self.longest
-        said = [message["content"] + "\n" for message in prompt.messages or []] or [prompt.text]
-        text = "".join([*said, response])
+        between = "\n" if prompt.messages else ""
+        text = between.join(message["content"] for message in messages)
         ids = self.tokenizer(text)["input_ids"]
         if len(ids) <= self.longest:
             return ids, False

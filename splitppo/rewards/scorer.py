@@ -14,20 +14,20 @@ from typing import Any
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError, say
 from splitppo.job.collectives import Group
+from splitppo.job.loading import is_async
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
     FAST,
-    Failure,
     Outcome,
+    asks_for,
     display_names,
     find_function,
-    is_async,
     scored_by,
-    takes_prompt,
 )
-from splitppo.rewards.workers import WorkerPool
 from splitppo.rollout import Prompt
+from splitppo.workers import Failure, Work
+from splitppo.workers.pool import Pool
 
 # the run ends when a reward function fails on every row for so many steps in a row, and rows in
 # them
@@ -45,6 +45,8 @@ class Scored:
     failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
 
 
+# a prompt, the decoded response (the last turn), and what makes messages of the row
+ToScore = tuple[Prompt, str] | tuple[Prompt, str, Callable[[], Any]]
 Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 
@@ -103,31 +105,39 @@ class Scorer:
         self._failed_score = reward.failed_score
         used = {scored_by(name, source) for name in self._weights for source in data_sources}
         found = {name: find_function(name) for name in sorted(used - FAST.keys())}
-        self._prompted = {name for name, function in found.items() if takes_prompt(function)}
-        self._pools: dict[str, WorkerPool] = {}
+        self._asks = {name: asks_for(function) for name, function in found.items()}
+        self._pools: dict[str, Pool] = {}
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
-            self._pools |= dict.fromkeys(
-                names, WorkerPool(names, reward.workers, reward.timeout, asynchronous=asynchronous)
-            )
+            work = Work(
+                "splitppo.rewards.functions:Functions", (names,), "reward",
+                f"the reward {', '.join(names)}", reward.timeout, asynchronous,
+            )  # fmt: skip
+            self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 
-    def submit(self, rows: Sequence[tuple[Prompt, str]]) -> Pending:
-        """Starts to score the rows, each a prompt and the decoded response. Returns a function that
-        waits for their scores, in the order of the rows. It raises UserError if a worker could not
-        import its functions."""
-        calls = [self._call(prompt, response) for prompt, response in rows]
+    def submit(self, rows: Sequence[ToScore]) -> Pending:
+        """Starts to score the rows. Returns a function that waits for their scores, in the order of
+        the rows. It raises UserError if a worker could not import its functions."""
+        calls = [
+            self._call(row[0], row[1], row[2] if len(row) == 3 else list)  # no messages
+            for row in rows
+        ]
         return lambda: [
             self._combine([c.result() if isinstance(c, Future) else c for c in row])
             for row in calls
         ]
 
-    def _call(self, prompt: Prompt, response: str) -> list[Outcome | Future[Outcome]]:
+    def _call(
+        self, prompt: Prompt, response: str, messages: Callable[[], Any]
+    ) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
-        asking = dict.fromkeys(self._prompted, row | {"prompt": prompt.column})
+        more: dict[str, Any] = {"prompt": prompt.column}
+        if any("messages" in asked for asked in self._asks.values()):
+            more["messages"] = messages()
         return [
             (FAST[name](**row), {})
             if name in FAST
-            else self._pools[name].submit(name, asking.get(name, row))
+            else self._pools[name].submit(name, row | {n: more[n] for n in self._asks[name]})
             for name in (scored_by(function, prompt.data_source) for function in self._weights)
         ]
 
@@ -157,7 +167,9 @@ class Scorer:
             pool.close()
 
 
-def say_failures(where: str, failures: Sequence[tuple[int, Failure]]) -> None:
+def say_failures(
+    where: str, failures: Sequence[tuple[int, Failure]], what: str = "rewards"
+) -> None:
     """Prints a step's failures, if there are any, in one line that begins with `where`: the number
     of each function and kind, and the first of them."""
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
@@ -168,7 +180,7 @@ def say_failures(where: str, failures: Sequence[tuple[int, Failure]]) -> None:
             f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
             for (name, kind), rows in sorted(found.items())
         )
-        say(f"{where}rewards that failed: {'; '.join(texts)}")
+        say(f"{where}{what} that failed: {'; '.join(texts)}")
 
 
 def count_failures(

@@ -27,6 +27,13 @@ class AdaptiveKL:
             self.coef *= 1 + error * rows / self.horizon
 
 
+def spread_of(moments: algo.Moments) -> Tensor:
+    """What normalised scores are divided by: their deviation, or 1 if all are equal."""
+    spread = moments.variance.sqrt()
+    # those of failed rows are not in the moments
+    return torch.ones_like(spread) if spread <= 1e-6 * moments.mean.abs() else spread + 1e-8
+
+
 def shape_scores(
     scores: Tensor,
     lengths: Sequence[int],
@@ -35,17 +42,16 @@ def shape_scores(
     config: RewardConfig,
     *,
     max_new_tokens: int,
+    centered: bool = True,
 ) -> Tensor:
     """Scores after normalising by `moments`, clipping, and the penalties of truncated and overlong
     rows; `[B]` float32. `scores`: `[B]` raw. `lengths`: response tokens of each row. `truncated`:
-    whether the row was cut at max_new_tokens."""
+    whether the row was cut at a limit. `centered`: whether to subtract the mean. The rewards of
+    turns can't be: a row would gain by each turn that it has or lacks."""
     shaped = scores.double()
     if config.normalize != "off":
-        spread = moments.variance.sqrt()
-        # all scores in the moments are equal; those of failed rows are not in
-        if spread <= 1e-6 * moments.mean.abs():
-            spread = torch.ones_like(spread)
-        shaped = (shaped - moments.mean) / (spread + 1e-8)
+        mean = moments.mean if centered else torch.zeros_like(moments.mean)
+        shaped = (shaped - mean) / spread_of(moments)
     if config.clip is not None:
         shaped = shaped.clamp(*config.clip)
     shaped = shaped - config.missing_eos_penalty * torch.tensor([float(cut) for cut in truncated])

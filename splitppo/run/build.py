@@ -20,6 +20,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
+from splitppo.envs.player import Player, language_of, players_of
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
@@ -38,7 +39,9 @@ from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 
-def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
+def build_sampler(
+    resolved: Resolved, training: data.PromptSet, player: Player | None = None
+) -> Sampler:
     """The rows of all slots, from the training prompts."""
     config = resolved.config
     rollout = config.rollout
@@ -48,8 +51,10 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
         rollout.batch_size,
         lambda row: prompts[index(row // rollout.samples)],
         limit=rollout.max_new_tokens,
+        context=rollout.max_context,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
+        player=player,
     )
 
 
@@ -108,12 +113,15 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
+        has_env = self.config.has_env
+        turns = language_of(self.config, resolved.tokenizer)[0] if has_env else None
         self.context = Context(
             self.config,
             self.sampler.prompt,
             self.validation.prompts,
             lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
             resolved.vocabulary_size,
+            turns.read if turns else lambda _: [],
         )
         self.outputs = PolicyOutputs(
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
@@ -124,6 +132,7 @@ class Builder:
         `connect_engine` waits for it."""
         runner = self._runner("actor")
         engine = self._engine()
+        self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
             actor = Actor(
                 self.context,
@@ -133,7 +142,7 @@ class Builder:
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
-                validator=self._validator(engine, runner),
+                validator=self._validator(engine, runner, held_out),
             )
             self._warm_up(actor)
         except BaseException:
@@ -185,7 +194,8 @@ class Builder:
         launch = self.runtime.launch
         rows = min(config.engine.max_rows, most_rows(config, ranks)) * config.engine.tensor_parallel
         prompts = self.training.prompts + self.validation.prompts
-        tokens = max(len(prompt.tokens) for prompt in prompts) + config.rollout.max_new_tokens
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        tokens = config.rollout.max_context or longest + config.rollout.max_new_tokens
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         total = int(memory.gpu_memory(resolved) or host)
         return Plan(
@@ -308,6 +318,7 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
+            read=self.context.read,
         )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")
@@ -322,7 +333,7 @@ class Builder:
             reward = replace(reward, function=("none",), weights=())
         return Scorer(reward, {prompt.data_source for prompt in split.prompts})
 
-    def _validator(self, engine: RolloutEngine, runner: Runner) -> Validator:
+    def _validator(self, engine: RolloutEngine, runner: Runner, player: Player | None) -> Validator:
         reward = self.config.reward
         if held_out := reward.validation if self.config.log.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
@@ -332,6 +343,7 @@ class Builder:
             runner.group,
             self._scorer(reward, self.validation, runner),
             functools.partial(write_rows, self.folder / "validation"),
+            player,
         )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:

@@ -33,6 +33,7 @@ FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
     r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
+    r"|env\.timeout"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
 )
@@ -190,6 +191,8 @@ def inputs_of(
         ("rollout.lengths", config.rollout.lengths or ""),
         *(("reward.function", name.rpartition(":")[0]) for name in config.reward.function),
         *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
+        ("env.path", (config.env.path or "").rpartition(":")[0]),
+        *(("env.tools", name.rpartition(":")[0]) for name in config.env.tools),
         *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
     ]
     found = {}

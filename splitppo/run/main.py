@@ -16,6 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
+from splitppo.envs.player import language_of, rehearse
 from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -149,6 +150,8 @@ def dry_run(config: Config, launch: Launch) -> str:
         check_open_rows(
             build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
+    tried = rehearse(resolved.config, training.prompts[0]) if config.has_env else None
+    warnings = [*checks.warnings(resolved), tried]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [
@@ -157,7 +160,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
             f"resolved: {resolved.to_json()}",
             *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-            *(f"warning: {warning}" for warning in checks.warnings(resolved)),
+            *(f"warning: {warning}" for warning in filter(None, warnings)),
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
@@ -168,31 +171,48 @@ def dry_run(config: Config, launch: Launch) -> str:
 
 def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.PromptSet]]:
     """The run, in which the longest prompt of the data stands for an unset
-    `rollout.max_prompt_tokens`; training prompts and held-out prompts, checked against what scores
-    them."""
+    `rollout.max_prompt_tokens`, and what the models can read for an unset `rollout.max_context`;
+    training prompts and held-out prompts, checked against what scores them, and against the chat
+    template if rows have turns."""
     config = resolved.config
     reward = config.reward
-
+    known = resolved.data
+    turns = None
+    if config.has_env:
+        turns, _ = language_of(config, resolved.tokenizer)
+        known = replace(known, chat_kwargs=json.dumps(turns.arguments))
     scored: dict[data.Split, str] = {
         "train": "function",
         "validation": "validation" if reward.validation else "function",
     }
     training, validation = (
         data.load_prompts(
-            resolved.data,
+            known,
             resolved.tokenizer,
             seed=config.seed,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             now=resolved.now,
             split=split,
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
+            instruct=turns.instructed if turns else list,
         )
         for split, name in scored.items()
     )
+    longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
     if config.rollout.max_prompt_tokens is None:
-        longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
+    if turns:
+        training.notes.extend(turns.notes)
+        if asked := training.prompts[0].messages:
+            turns.check(asked, "tool" if config.env.tools else "user", config.env.rewritten)
+        context = config.rollout.max_context or resolved.longest
+        if longest >= context:
+            raise UserError(
+                f"rollout.max_context={context} leaves no room behind the longest prompt of "
+                f"{longest} tokens; raise it, or set rollout.max_prompt_tokens and data.overlong"
+            )
+        resolved = memory.with_setting(resolved, "rollout", "max_context", context)
     return resolved, (training, validation)
 
 

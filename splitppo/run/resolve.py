@@ -86,6 +86,19 @@ class Resolved:
     given: Sequence[str] = ()  # the settings that the user has set
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a row with turns: what all models can read, if they have a limit; else
+        what its limits of turns and tokens come to."""
+        env = self.config.env
+        texts = [
+            model.config.get_text_config()
+            for name, model in self.models.items()
+            if name != "reward"
+        ]
+        bound = self.config.rollout.max_row_tokens + env.max_turns * env.max_observation_tokens
+        return min(build.most_positions(text)[0] or bound for text in texts)
+
+    @property
     def data(self) -> DataConfig:
         """The configuration's, with local files."""
         return map_paths(self.config.data, lambda _, file: self.local.get(file, file), "data.")
@@ -303,6 +316,7 @@ def check_sizes(
     least 1 as long as no data are read."""
     prompt = config.rollout.max_prompt_tokens
     new = config.rollout.max_new_tokens
+    context = config.rollout.max_context or 0
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
         most, setting = build.most_positions(text)
@@ -320,6 +334,11 @@ def check_sizes(
                 f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
                 f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
                 f"read; {remedy}"
+            )
+        if most and context > most:
+            raise UserError(
+                f"rollout.max_context={context} is more than the {most} ({setting}) that "
+                f"{name}.path={model.name} can read; use {most}, or leave it unset"
             )
         if text.vocab_size < vocabulary:
             raise UserError(

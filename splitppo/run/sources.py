@@ -25,7 +25,8 @@ def absolute(config: Config, run: Path) -> Config:
     def change(setting: str, name: str) -> str:
         if ".py:" in name:
             return os.path.abspath(name).removeprefix(os.path.abspath(run / "rewards"))
-        is_local = "." in setting and name != "tiny" and os.path.exists(name)
+        named = name == "tiny" or setting.startswith("env.")  # by a word, and not by a path
+        is_local = "." in setting and not named and os.path.exists(name)
         return os.path.abspath(name) if is_local else name
 
     return map_paths(config, change)
@@ -73,7 +74,8 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
                 old.unlink()
             for file in _without_weights(Path(source)):
                 shutil.copyfile(file, copy / file.name)
-    functions = (*config.reward.function, *config.reward.validation)
+    env = config.env
+    functions = (*config.reward.function, *config.reward.validation, env.path or "", *env.tools)
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
         copy = reward_copy(run, path)

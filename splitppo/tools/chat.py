@@ -70,7 +70,8 @@ def load(
     import torch
 
     from splitppo.data.files import Row
-    from splitppo.data.prompts import tokenize
+    from splitppo.data.prompts import Instruct, tokenize
+    from splitppo.envs.player import language_of, players_of
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
@@ -89,9 +90,19 @@ def load(
     positions = [most_positions(m.config)[0] for m in (value, engines[0].model) if m]
     room = min(filter(None, positions), default=2**31) - most
 
+    player, _ = players_of(config, tokenizer)
+    known = config.data
+    instruct: Instruct = list
+    if player:
+        turns, _ = language_of(config, tokenizer)
+        known = replace(known, chat_kwargs=json.dumps(turns.arguments))
+        instruct = turns.instructed
+
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
-        prompts, wrong = tokenize(config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer)
+        prompts, wrong = tokenize(
+            known, {0: Row("the prompt", line, "", "", {})}, tokenizer, instruct=instruct
+        )
         if wrong:
             raise wrong[0]
         ids = prompts[0].tokens
@@ -102,7 +113,13 @@ def load(
             )
         for engine in engines:
             # the noise depends on the row's number
-            sampler = Sampler(number + 1, lambda _: prompts[0], limit=most)
+            sampler = Sampler(
+                number + 1,
+                lambda _: prompts[0],
+                limit=most,
+                context=config.rollout.max_context,
+                player=player,
+            )
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, engine.device)
@@ -122,8 +139,11 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
     top = ""
     below = ""
     for text, value in zip(answer["text"], answer["value"], strict=True):
-        share = (value - low) / (high - low) if high > low else 0.5
+        share = 0.5
+        if value is not None and high > low:
+            share = (value - low) / (high - low)
         block = BLOCKS[min(max(int(share * len(BLOCKS)), 0), len(BLOCKS) - 1)]
+        block = " " if value is None else block  # an environment said it
         for char in text or "·":
             columns = 1 + (east_asian_width(char) in "WF")
             if char == "\n" or len(below) + columns > width:
@@ -142,7 +162,7 @@ def show(run: Path, answers: list[Answer]) -> None:
         for head, answer in zip(HEADS, answers, strict=False):
             print(f"{head}: {''.join(answer['text'])}")
             figures = [
-                f"{json.dumps(t, ensure_ascii=False)} {v:.4g}"
+                f"{json.dumps(t, ensure_ascii=False)} {'-' if v is None else f'{v:.4g}'}"
                 for t, v in zip(answer["text"], answer.get("value", ()), strict=False)
             ]
             told = "  ".join(figures) or "the run has no value model (ppo.baseline)"

@@ -8,7 +8,7 @@ of critics: VC-PPO (2503.01491), VAPO (2504.05118), AsyPPO (2510.01656), SAO (26
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ class Row:
     score: float
     engine: list[float]  # log-probs of the response as they were when it was sampled
     finished: bool
+    # of a dialogue: the places in `response` that an environment filled; what it gave, by action;
+    # and whether it spoke last
+    observed: frozenset[int] = frozenset()
+    rewards: list[float] = field(default_factory=list)
+    answered: bool = False
+
+    @property
+    def actions(self) -> list[int]:
+        """Where in `response` the policy chose."""
+        return [i for i in range(len(self.response)) if i not in self.observed]
 
 
 @dataclass(frozen=True)
@@ -92,17 +102,16 @@ class StepResult:
 
 
 def run(model: Any, row: Row) -> Tensor:
-    """The model's outputs at the position before each response token: the state that the action was
-    chosen in."""
+    """The model's outputs at the position before each action: the state that it was chosen in."""
     tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
     first = len(row.prompt) - 1
-    return model(input_ids=tokens[None]).logits[0, first : first + len(row.response)]
+    return model(input_ids=tokens[None]).logits[0, [first + i for i in row.actions]]
 
 
 def act(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each response token, and entropy of the distribution it was drawn from."""
+    """Log-prob of each action, and entropy of the distribution it was drawn from."""
     log_p = torch.log_softmax(run(model, row) / temperature, dim=-1)
-    chosen = torch.stack([log_p[i, token] for i, token in enumerate(row.response)])
+    chosen = torch.stack([log_p[i, row.response[at]] for i, at in enumerate(row.actions)])
     return chosen, -(log_p.exp() * log_p).sum(dim=-1)
 
 
@@ -130,7 +139,16 @@ def lambda_of(row: Row, h: Hyper) -> float:
     """VAPO: 1 - 1 / (alpha l), where that is positive."""
     if h.lam != "adaptive":
         return h.lam
-    return max(0.0, 1 - 1 / (h.lam_alpha * len(row.response)))
+    return max(0.0, 1 - 1 / (h.lam_alpha * len(row.actions)))
+
+
+def rewards_of(row: Row, penalty: Tensor, kl_coef: float) -> Tensor:
+    """Of each action: the KL's, the environment's, and at the last one the score."""
+    rewards = -kl_coef * penalty
+    for i, reward in enumerate(row.rewards):
+        rewards[i] += reward
+    rewards[-1] += row.score
+    return rewards
 
 
 def aggregate(losses: list[Tensor], how: str) -> Tensor:
@@ -174,8 +192,7 @@ def zero_head(
         return
     to_go = []
     for i, row in enumerate(step.rows):
-        rewards = -kl_coef * kl(old[i], ref[i], h.kl_kind)
-        rewards[-1] += row.score
+        rewards = rewards_of(row, kl(old[i], ref[i], h.kl_kind), kl_coef)
         to_go.append(advantages_of(rewards, torch.zeros_like(rewards), h.gamma, 1.0))
     mean = torch.cat(to_go).mean()
     if h.value_range is not None:
@@ -283,8 +300,7 @@ def ppo_step(
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
             kls.append(penalty.sum().item())
-            rewards = -kl_coef * penalty
-            rewards[-1] += row.score
+            rewards = rewards_of(row, penalty, kl_coef)
             lam = lambda_of(row, h)
             lam = lam if h.baseline == "value" else 1.0  # without values: the rewards-to-go
             adv.append(advantages_of(rewards, old_values[i], h.gamma, lam))
@@ -372,11 +388,12 @@ def windows(
             left, (number, have) = size, place[slot]
             while left and number < len(stream):
                 row = stream[number]
-                now = min(left, len(row.response) - have)
+                now = min(left, len(row.actions) - have)
                 with torch.no_grad():
                     sampled[slot] += act(policy, row, h.temperature)[0][have : have + now].tolist()
                 left, have = left - now, have + now
-                if have == len(row.response):
+                # an answer to a slot's last token of a step is heard in the next one
+                if have == len(row.actions) and (left or not row.answered):
                     ended.append((slot, replace(row, engine=sampled[slot])))
                     number, have, sampled[slot] = number + 1, 0, []
             place[slot] = (number, have)

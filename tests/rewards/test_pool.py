@@ -17,8 +17,9 @@ from devices import needs
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
-from splitppo.rewards.scorer import Failure, Scored, Scorer, say_failures
+from splitppo.rewards.scorer import Scored, Scorer, say_failures
 from splitppo.rollout import Prompt
+from splitppo.workers import Failure
 
 pytestmark = pytest.mark.ranks  # its workers are processes
 
@@ -124,12 +125,15 @@ def kinds(scored: Sequence[Scored]) -> list[str]:
 
 
 def worker_pids(of: int) -> set[int]:
-    """The workers of a process, as Linux knows them, and what they started."""
+    """The workers of a process, as Linux knows them, without the processes that keep them, and what
+    they started."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"splitppo.rewards.worker_main" in command and str(of).encode() in command:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            ours = b"splitppo.workers.main" in command and str(of).encode() in command
+            if ours and parent != of:
                 found.add(int(folder.name))
     return found
 
@@ -425,7 +429,10 @@ signal.pause()
 
 def test_a_worker_starts_without_torch(file: Path) -> None:
     heavy = "{'torch', 'numpy', 'transformers'}"
-    code = f"import sys, splitppo.rewards.worker_main as _; print({heavy} & {{*sys.modules}} or '')"
+    code = (
+        "import sys, splitppo.workers.main, splitppo.rewards.functions, splitppo.envs.pool; "
+        f"print({heavy} & {{*sys.modules}} or '')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -63,7 +63,7 @@ BOUNDS = [
         "0",
         "0",
         "must be at least 1",
-        "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows",
+        "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows env.max_turns",
     ),
     (
         "-1",
@@ -84,7 +84,12 @@ BOUNDS = [
         "must be at least 1",
         "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel",
     ),
-    ("0", "0", "must be at least 1", "reward.tensor_parallel"),
+    (
+        "0",
+        "0",
+        "must be at least 1",
+        "reward.tensor_parallel rollout.max_context env.max_observation_tokens",
+    ),
     ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
     (
         "-1",
@@ -125,7 +130,7 @@ BOUNDS = [
     ),
     ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout"),
     ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
-    ("0", "0.0", "must be above 0", "policy.optim.eps value.optim.eps"),
+    ("0", "0.0", "must be above 0", "policy.optim.eps value.optim.eps env.timeout"),
     ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip value.range"),
     (
         "echo gsm8k echo",
@@ -318,6 +323,32 @@ EARLY = [
         ["ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps"],
     ),
     (
+        ["--env.path", "guess", "--env.tools", "calculator"],
+        ["env.path=guess with env.tools: an environment runs its own tools; unset one"],
+    ),
+    (["--env.format-reward=1"], ["env.format_reward=1 rewards calls of env.tools", "name some"]),
+    (
+        ["--rollout.max-context=9"],
+        ["rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n"],
+    ),
+    (
+        ["--data.task=guess", "--rollout.lengths", "lengths.txt"],
+        ["rollout.lengths fixes the length", "data.task=guess) ends them; unset one"],
+    ),
+    (["--env.path=chess"], ["env.path=chess: no such environment; use guess or path/to/file.py:n"]),
+    (["--env.tools=abacus"], ["env.tools=abacus: no such tool; use calculator, python or path"]),
+    (
+        ["--env.tools=calculator"],
+        ["env.tools needs a chat template, and the tokenizer", "use an instruct model, or an envi"],
+    ),
+    (
+        ["--data.task=guess", "--rollout.max-context=1025"],
+        [
+            "rollout.max_context=1025 is more than the 1024 (max_position_embeddings) that",
+            "use 1024",
+        ],
+    ),
+    (
         ["--reward.overlong-tokens=6", "--rollout.max-new-tokens=6"],
         ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it"],
     ),
@@ -379,7 +410,7 @@ EARLY = [
         ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
         ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
     ),
-    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition')"]),
+    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition', 'guess')"]),
     pytest.param(
         ["--engine.kind=vllm"],
         ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
@@ -735,7 +766,7 @@ EARLY = [
     # reward functions
     (
         ["--reward.function=none"],
-        ["reward.function=none needs a reward.model, or nothing scores the rows"],
+        ["reward.function=none needs a reward.model or an environment, or nothing scores the rows"],
     ),
     (
         ["--reward.function", "none", "echo"],
@@ -792,6 +823,10 @@ EARLY = [
 ]
 
 DATA = [
+    (
+        ["--data.task=guess", "--rollout.max-context=16"],
+        ["rollout.max_context=16 leaves no room behind the longest prompt of 16 tokens; raise it"],
+    ),
     # told by the dry run, and by all ranks at once, with a process group, before a model is built
     (
         ["--data.files={d}/third.jsonl"],
@@ -919,7 +954,7 @@ def two(solution_str, ground_truth): return 1.0
 
 # imported by the trainer without trouble, and not by its reward workers
 IN_WORKER = """import os, sys
-if sys.argv[0].endswith("worker_main.py"):
+if sys.argv[0].endswith("workers/main.py"):
     {}
 def score(data_source, solution_str, ground_truth, extra_info): return 1.0
 """
@@ -1248,8 +1283,7 @@ def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
     [
         (
             "raises",
-            "in a reward worker: importing the reward file {d}/raises.py failed: OSError: no GPU "
-            "here",
+            "in a worker: importing the reward file {d}/raises.py failed: OSError: no GPU here",
         ),
         (
             "exits",

@@ -171,3 +171,27 @@ def test_a_prompt_is_rendered_as_the_run_renders_it(run: Path, tmp_path: Path):
     given = chat.load(tmp_path / "run", None, 0.0, 3)("1", 0)
     assert given == chat.load(run, None, 0.0, 3)("s2+.u1.=", 0)
     assert given != chat.load(run, None, 0.0, 3)("1", 0)
+
+
+ENV = """
+from splitppo.envs import Message, Turn
+
+class Asks:
+    def __init__(self, row, seed): ...
+    def reset(self): return None
+    def step(self, message): return Turn([Message("user", "so?")])
+    def close(self): ...
+"""
+
+
+def test_an_environment_answers_between_turns(run: Path, tmp_path: Path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "env.py").write_text(ENV)
+    file = tmp_path / "run" / "config.toml"
+    path = f'path = "{tmp_path / "env.py"}:Asks"'
+    file.write_text(file.read_text().replace("[env]\n", f"[env]\n{path}\n"))
+    for answer in chat.load(tmp_path / "run", None, 5.0, 400)("12=", 0):
+        said = list(zip(answer["text"], answer["value"], strict=True))
+        heard = "".join(text for text, value in said if value is None)
+        assert heard == "so?" * (len(heard) // 3) != ""
+        chat.layout("", answer, 0.0, 1.0, 20)

@@ -1,0 +1,140 @@
+"""Environments: what answers the policy between the turns of a row, and rewards them.
+
+An environment is a class of the user's, a set of tools (tools.py), or built in. It runs in a worker
+process, so this package imports neither torch nor numpy; turns.py alone belongs to the rank, which
+has the tokenizer.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from splitppo.errors import UserError, one_line
+from splitppo.job.loading import find_in_file
+
+BUILT_IN = {"guess": "splitppo.envs.guess:Guess"}  # that `env.path` may name
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool in an assistant's message.
+
+    Attributes:
+        name: of the tool. arguments: by the names of its parameters.
+        id: what the model called it, if its format has ids.
+        error: why the text is no call; "": it is one.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a dialogue.
+
+    Attributes:
+        role: `assistant` is the policy; an environment answers as `user`, `tool` or `system`.
+        content: its text, without the tokens that end a turn.
+        tool_calls: of an assistant's message, in their order.
+        name, call_id: of a `tool` message, the function that answers and the `Call.id`.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[Call, ...] = ()
+    name: str = ""
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment says to an assistant's message.
+
+    Attributes:
+        messages: what the policy reads next.
+        reward: of the assistant's message.
+        done: whether the episode ends here; the policy does not read the messages then.
+        truncated: whether it ends because it was cut off, and not because it is over.
+        metrics: numbers by name. They may tell a time: turns are equal if the rest is.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
+
+
+class Env(Protocol):
+    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
+    from these and the messages alone: a row that goes on elsewhere is played again there."""
+
+    def reset(self) -> list[Message] | None:
+        """The prompt; None: the row's own."""
+
+    def step(self, message: Message) -> Turn | Awaitable[Turn]:
+        """Answers an assistant's message. May be `async def`."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the episode holds. Called once, also after a failure."""
+
+
+EnvFactory = Callable[[dict[str, Any], int], Env]
+
+
+def load_env(named: str, setting: str = "env.path") -> EnvFactory:
+    """The class that `path/to/file.py:Name` names, or a built-in one. Raises UserError if there is
+    none, its import fails, or it lacks a method of `Env`."""
+    if named in BUILT_IN:
+        module, _, name = BUILT_IN[named].partition(":")
+        return getattr(importlib.import_module(module), name)
+    known = f"environment; use {', '.join(BUILT_IN)}"
+    found = find_in_file(named, setting, what="environment", known=known)
+    for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
+        try:
+            inspect.signature(getattr(found, method)).bind(*range(arguments))
+        except (AttributeError, TypeError) as error:
+            raise UserError(
+                f"{setting}={named}: {method} is not an environment's ({error}); "
+                "define a class with reset(self), step(self, message) and close(self)"
+            ) from error
+    return found
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """The messages that an environment returned, each a `Message` or a dict of its fields. Raises
+    TypeError if they are none."""
+    given = messages if isinstance(messages, list | tuple) else [messages]
+    found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
+    for message in found:
+        text = isinstance(message, Message) and isinstance(message.content, str)
+        if not text or message.role not in ("user", "tool", "system"):
+            raise TypeError(
+                f"{one_line(repr(message))[:120]} is no message of an environment; "
+                "return a list of splitppo.envs.Message with role user, tool or system and a text"
+            )
+    # as plain values: the trainer can't read those of the user's classes
+    return [Message(m.role, str(m.content), (), str(m.name), str(m.call_id)) for m in found]
+
+
+def read_turn(result: Any) -> Turn:
+    """What `Env.step` returned, checked: a worker must not send on what the sampler can't read.
+    Raises TypeError or ValueError."""
+    if not isinstance(result, Turn):
+        raise TypeError(
+            f"step returned {one_line(repr(result))[:120]}; return splitppo.envs.Turn(...)"
+        )
+    numbers = {"reward": result.reward, **result.metrics}
+    found = {str(name): float(number) for name, number in numbers.items()}
+    if bad := [name for name, number in found.items() if not math.isfinite(number)]:
+        raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
+    messages = read_messages(result.messages)
+    reward = found.pop("reward")
+    return Turn(messages, reward, bool(result.done), bool(result.truncated), found)

@@ -1,0 +1,80 @@
+"""The environment `guess`: find a number by asking; each turn is rewarded by what it has found out.
+
+The seed draws one of `NUMBERS` numbers from 0. The policy names one, and hears whether the number
+is higher or lower. The reward of a turn is the share of the number's `log2(NUMBERS)` bits that it
+has found out, so a row's turns add up to 1 when one number is left. A row's `extra_info` may hold
+other `numbers` and `turns`.
+"""
+
+import functools
+import math
+import random
+import re
+from typing import Any
+
+from splitppo.envs import Message, Turn
+
+NUMBERS = 15
+TURNS = 3  # most guesses: as many as the best player needs
+
+
+class Guess:
+    """One game. The guess is the first number in a message; a message without one finds out
+    nothing."""
+
+    def __init__(self, row: dict[str, Any], seed: int):
+        given = row.get("extra_info") or {}
+        self.numbers = int(given.get("numbers", NUMBERS))
+        self.turns = int(given.get("turns", TURNS))  # that are left
+        self.number = random.Random(seed).randrange(self.numbers)
+        self.left = range(self.numbers)  # that it may be
+
+    def reset(self) -> list[Message]:
+        return [Message("user", f"A number from 0 to {self.numbers - 1}?\n")]
+
+    def step(self, message: Message) -> Turn:
+        self.turns -= 1
+        before = len(self.left)
+        found = re.search(r"\d{1,9}", message.content)
+        guess = int(found[0]) if found else None
+        if guess is None:
+            answer = "a number"
+        elif guess == self.number:
+            answer = "yes"
+            self.left = range(guess, guess + 1)
+        elif guess < self.number:
+            answer = "higher"
+            self.left = range(max(self.left.start, guess + 1), self.left.stop)
+        else:
+            answer = "lower"
+            self.left = range(self.left.start, min(self.left.stop, guess))
+        return Turn(
+            [Message("user", f"{answer}\n")],
+            reward=math.log2(before / len(self.left)) / math.log2(self.numbers),
+            done=len(self.left) == 1 or self.turns == 0,
+            metrics={"guessed": float(guess is not None), "found": float(len(self.left) == 1)},
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def best_score(numbers: int = NUMBERS, turns: int = TURNS) -> float:
+    """The mean score of the best player: over all numbers, the largest expected share of the bits
+    that `turns` guesses find out."""
+    return _best_bits(numbers, turns) / math.log2(numbers)
+
+
+@functools.cache
+def _best_bits(left: int, turns: int) -> float:
+    """The most bits that a player expects to find out of `left` numbers that are equally likely."""
+    if left <= 1 or turns == 0:
+        return 0.0
+    return max(
+        sum(
+            size / left * (math.log2(left / size) + _best_bits(size, turns - 1))
+            for size in (below, 1, left - 1 - below)
+            if size
+        )
+        for below in range(left)
+    )

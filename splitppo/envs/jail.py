@@ -1,0 +1,127 @@
+"""Runs a Python program that sees its own empty folder and the interpreter, and nothing else of the
+machine. Started by python.py as a script: it imports nothing of this package.
+
+    python -I -S jail.py JSON < PROGRAM      (JSON: network, memory, seconds, processes, folder,
+                                              readable, path)
+
+Three processes, by namespaces that an ordinary user may make. The first waits for the second, so
+that one kill ends them all. The second is process 1 of its namespace: when it ends, the kernel
+kills every other process there. The third is the program. Its root folder holds the interpreter's
+folders, bound read-only, and /tmp in memory, which is gone with the last process.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+REFUSED = 125  # the status if the kernel allows no jail; standard output says why
+# of unshare(2): CLONE_NEWUSER, CLONE_NEWNET, and those for mounts, host names, IPC and processes
+NEWUSER = 0x10000000
+NEWNET = 0x40000000
+OTHERS = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000
+# of mount(2): MS_NOSUID and MS_NODEV; MS_BIND with what is mounted below (MS_REC)
+BARE = 2 | 4
+BIND = 0x1000 | 0x4000
+ROOT = "/sys"  # where the new root folder is put together: a folder that every machine has
+DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: object) -> None:
+    """Calls a function of the C library. Raises OSError."""
+    given = [os.fsencode(one) if isinstance(one, str) else one for one in arguments]
+    if getattr(libc, name)(*given) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+def fork_and_wait() -> None:
+    """Returns in a new process; this one waits for it and ends as it does."""
+    if child := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)
+    # the kernel kills the child when this process ends
+    call("prctl", 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def new_root(readable: list[str], folder: int) -> None:
+    """Makes a root folder that holds what is `readable`, and /tmp for `folder` bytes, and leaves
+    the old one."""
+    call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
+    for path in readable + DEVICES:
+        inside = ROOT + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.isdir(path):
+            os.makedirs(inside, exist_ok=True)
+        else:
+            os.close(os.open(inside, os.O_CREAT, 0o644))
+        call("mount", path, inside, None, BIND, None)
+    os.mkdir(f"{ROOT}/tmp")
+    # mount_setattr(2) by its number on every architecture: AT_FDCWD, ..., AT_RECURSIVE
+    read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
+    call("syscall", 442, -100, ROOT, 0x8000, read_only, ctypes.sizeof(read_only))
+    call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", BARE, f"size={folder},mode=700")
+    os.chdir(ROOT)
+    call("pivot_root", ".", ".")
+    call("umount2", ".", 2)  # MNT_DETACH
+    os.chdir("/tmp")
+
+
+def main(
+    program: bytes, *, network: bool, memory: int, seconds: int, processes: int, folder: int,
+    readable: list[str], path: str,
+) -> NoReturn:  # fmt: skip
+    """Goes into the jail and becomes the program."""
+    # process 1 of a namespace gets no signal of the others there that it does not handle
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    call("prctl", 1, signal.SIGKILL)
+    call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    group = os.getgid()
+    if os.getuid() == 0:
+        os.setresuid(65534, 0, 0)  # the kernel does not count the processes of root
+    user = os.geteuid()
+    call("unshare", NEWUSER | OTHERS | (0 if network else NEWNET))
+    for name, text in (
+        ("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1"),
+    ):  # fmt: skip
+        Path(f"/proc/self/{name}").write_text(text)
+    with suppress(OSError):  # in some containers it can't be written
+        # one more, below: the program then makes none, in which it would be root
+        Path("/proc/sys/user/max_user_namespaces").write_text("1")
+    fork_and_wait()
+    new_root(readable, folder)
+    fork_and_wait()
+    os.setsid()  # out of the process group of the others
+    Path("main.py").write_bytes(program)
+    # a second user namespace, in which no user can be changed to (root's processes are not counted)
+    # and nothing mounted
+    call("unshare", NEWUSER)
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    environment = {"PYTHONPATH": path, "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
+    # libraries that start a thread for each core would come to the limit
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.execve(sys.executable, [sys.executable, "-s", "main.py"], environment)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.stdin.buffer.read(), **json.loads(sys.argv[1]))
+    except Exception as error:
+        print(error, flush=True)
+        os._exit(REFUSED)

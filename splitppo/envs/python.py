@@ -1,0 +1,110 @@
+"""The tool `python`: runs a program of the policy's in a jail (jail.py), with limits."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from splitppo.envs.jail import REFUSED
+from splitppo.errors import UserError, one_line
+
+SECONDS = 10
+MEMORY = 512 << 20  # bytes that each process of a program may map
+PROCESSES = 64  # and threads
+FOLDER = 64 << 20  # bytes in the program's folder
+OUTPUT = 8192  # bytes that are kept of what a program prints
+_JAIL = str(Path(__file__).with_name("jail.py"))
+
+
+def python_tool(*, network: bool = False, seconds: int = SECONDS) -> Callable[[str], str]:
+    """The function `python`, once a program has run here. Raises UserError if this machine can't
+    keep programs apart from itself. With `network` they use the machine's network."""
+    run = functools.partial(run_program, network=network, seconds=seconds)
+    try:
+        if (printed := run("print(1)")) != "1\n":
+            raise RuntimeError(one_line(printed))
+    except RuntimeError as error:
+        raise UserError(
+            f"env.tools=python: this machine can't keep a program apart from itself ({error}); "
+            "allow user namespaces (docker run --security-opt seccomp=unconfined; sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0), allow the network if that alone "
+            "fails (--env.network), or drop the tool"
+        ) from error
+
+    def python(code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: the program. Print what you want to know: nothing is kept from call to call.
+
+        Returns:
+            What it printed, and how it ended if not as it should.
+        """
+        return run(code)
+
+    return python
+
+
+def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
+    """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
+    end well. Raises RuntimeError if the kernel allows no jail."""
+    limits = {"memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER}
+    given = {**limits, "network": network, **_interpreter(network)}
+    command = [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
+        start_new_session=True,
+    )  # fmt: skip
+    with process:
+        timer = threading.Timer(seconds, _end, [process])
+        timer.start()
+        assert process.stdin
+        assert process.stdout
+        with suppress(BrokenPipeError):
+            process.stdin.write(code.encode(errors="replace"))
+            process.stdin.close()
+        printed = process.stdout.read(OUTPUT + 1)
+        if len(printed) > OUTPUT:
+            _end(process)
+        status = process.wait()
+        timer.cancel()
+    text = printed[:OUTPUT].decode(errors="replace")
+    if status == REFUSED:
+        raise RuntimeError(one_line(text))
+    if len(printed) > OUTPUT:
+        return f"{text}\n[stopped: it printed more than {OUTPUT} bytes]"
+    if status < 0:  # the timer killed it
+        return f"{text}\n[stopped after {seconds} s]"
+    return f"{text}\n[exit status {status}]" if status else text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the jail's first process, and so all of them."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@functools.cache
+def _interpreter(network: bool) -> dict[str, list[str] | str]:
+    """What the interpreter needs to read: its file and folders, and the system's libraries. And
+    where its packages are."""
+    paths = sysconfig.get_paths()
+    packages = [paths["purelib"], paths["platlib"]]
+    prefix = sys.base_prefix
+    wanted = [
+        os.path.realpath(sys.executable), f"{prefix}/lib", f"{prefix}/lib64", paths["stdlib"],
+        *packages, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache",
+        *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
+    ]  # fmt: skip
+    found: list[str] = []
+    for path in sorted({path for path in wanted if os.path.exists(path)}):
+        if not any(Path(path).is_relative_to(other) for other in found):
+            found.append(path)
+    return {"readable": found, "path": os.pathsep.join(dict.fromkeys(packages))}

@@ -1,0 +1,249 @@
+"""What stands between two turns of a row, in tokens.
+
+Ids that were sampled stay as they were sampled: nothing is decoded and tokenised again. What the
+chat template puts between the end of an assistant's text and the start of the next one is the
+difference of its output around a placeholder. It is tokenised once, on its own, and appended.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from splitppo.data.prompts import ends_texts
+from splitppo.envs import Message
+from splitppo.errors import UserError, one_line
+
+Rewritten = Literal["refuse", "keep"]
+SPOKEN = "sampled-by-the-policy"  # the placeholder
+ASKED = {"role": "user", "content": "asked"}
+SAID = {"role": "assistant", "content": SPOKEN}
+CUT = "\n[cut]"  # stands behind an answer that was too long
+
+
+class Observation(NamedTuple):
+    """What the policy reads between two turns."""
+
+    ids: list[int]
+    cut: bool  # whether a message was shortened
+
+
+class Turns:
+    """Renders dialogues by a tokenizer's chat template, or without one as the messages' contents,
+    one behind the other.
+
+    Args:
+        tools: schemas for the template's `tools`.
+        instructions: for a template that does not read `tools`: text about them, which goes to the
+            system message.
+        arguments: `data.chat_kwargs`.
+
+    Attributes:
+        notes: lines for the user about what this template needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        instructions: str = "",
+        arguments: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments or {})
+        self.instructions = ""
+        self.notes: list[str] = []
+        if not tokenizer.chat_template:
+            if tools:
+                raise UserError(
+                    f"env.tools needs a chat template, and the tokenizer {tokenizer.name_or_path} "
+                    "has none; use an instruct model, or an environment (env.path)"
+                )
+            return
+        if tools and self._render([ASKED], tools=list(tools)) != self._render([ASKED]):
+            self.arguments["tools"] = list(tools)
+        elif tools:
+            self.instructions = instructions
+            self.notes.append(
+                "the chat template does not read tools: their schemas stand in the system message"
+            )
+        self._takes_system = self._shows([], "system", [ASKED])
+        self._takes_tool = self._shows([ASKED, SAID], "tool", [])
+        # around an assistant's text: the space that it samples first, and the ids up to the control
+        # token that ends its turn
+        before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
+            SPOKEN
+        )
+        lead = before.removeprefix(self._render([ASKED]))
+        self._lead = lead if lead.isspace() else ""
+        ids = self._ids(after)
+        controls = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+        self._end = ids[: controls[0] + 1] if controls else []
+
+    def prompt(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[int]:
+        """The ids of a row's prompt, up to where the policy speaks."""
+        text = self._render(self.instructed(messages))
+        plain = not self.tokenizer.chat_template
+        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
+        return list(ids[:-1] if plain and ends_texts(self.tokenizer) else ids)
+
+    def observation(
+        self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
+    ) -> Observation:
+        """The ids between a turn and the next. `sampled` is the turn: the token that ends it may be
+        among them (then it is not repeated; the line end that a template puts behind it comes
+        first) or not (a stop string ended it: the template's end of a turn comes first). The
+        longest texts are cut until there are at most `limit` ids, or nothing of them is left."""
+        ids = self._between(messages, sampled)
+        if limit is None or len(ids) <= limit:
+            return Observation(ids, False)
+
+        def shortened(size: int) -> list[int]:
+            short = [
+                replace(message, content=message.content[:size] + CUT)
+                if len(message.content) > size
+                else message
+                for message in messages
+            ]
+            return self._between(short, sampled)
+
+        sizes = range(max(len(message.content) for message in messages))
+        fitting = bisect_right(sizes, limit, key=lambda size: len(shortened(size)))
+        return Observation(shortened(max(fitting - 1, 0)), True)
+
+    def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The messages whose ids these are, as `observation` made them: one of each text that the
+        template frames as it does those of a role. Ids that it does not frame so are a user's
+        message."""
+        text = self.tokenizer.decode(list(ids))
+        roles = ["tool", "user", "system"] if self.tokenizer.chat_template else []
+        for role in roles[not self._takes_tool :] if roles else ():
+            one = Message(role, SPOKEN, name="tool")
+            tails = ["", ""]
+            with suppress(UserError):  # no such role here, or no two messages of it
+                tails[0] = self._tail([one])
+                tails[1] = self._tail([one, one])
+            head, _, foot = tails[0].partition(SPOKEN)
+            between = tails[1].removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
+            _, found, rest = text.partition(head.removeprefix(self.tokenizer.decode(self._end)))
+            if found and foot and rest.endswith(foot):
+                content = rest.removesuffix(foot)
+                texts = content.split(between) if between else [content]
+                return [{"role": role, "content": part} for part in texts]
+        shown = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return [{"role": "user", "content": shown}]
+
+    def check(
+        self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: Rewritten = "refuse"
+    ) -> None:
+        """Renders a dialogue that begins with a row's prompt, with two turns that think and two
+        answers of a `role`. Raises UserError if the template refuses it, or renders a message in
+        another way once others follow: the policy would then not read what it sampled. `keep`
+        allows that: the row goes on behind what was sampled."""
+        if not self.tokenizer.chat_template:
+            return
+        dialogue = self.instructed(messages)
+        parts = [self._render(dialogue)]
+        roles = [str(message["role"]) for message in dialogue]
+        for number in (1, 2):
+            said = f"<think>\nthought {number}\n</think>\n\nsaid {number}"
+            answer = Message(role, f"answer {number}", name="tool", call_id=f"{number:09d}")
+            parts += [self._lead + said, self._tail([answer])]
+            roles += ["assistant", role]
+            dialogue += [{"role": "assistant", "content": said}, *self._answers([answer])]
+            whole = self._render(dialogue)
+            kept = "".join(parts)
+            if whole == kept or rewritten == "keep":
+                continue
+            pairs = enumerate(zip(whole, kept, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(whole), len(kept)))
+            part = min(bisect_right([*accumulate(map(len, parts))], same), len(parts) - 1)
+            at = part + len(roles) - len(parts)
+            raise UserError(
+                f"env.rewritten=refuse: the chat template rewrites message {at + 1} ({roles[at]}) "
+                f"once more follow: {kept[same:][:40]!r} becomes {whole[same:][:40]!r}; "
+                "set data.chat_kwargs or another template so that it does not, or "
+                "--env.rewritten keep (the policy then reads what it sampled)"
+            )
+
+    def _between(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            return self._ids("".join(message.content for message in messages))
+        ids = self._ids(self._tail(messages))
+        ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
+        return ids[len(self._end) :] if ended else ids
+
+    def _tail(self, messages: Sequence[Message]) -> str:
+        """What the template puts behind an assistant's text when these messages follow."""
+        text = self._render([ASKED, SAID, *self._answers(messages)])
+        _, found, tail = text.partition(SPOKEN)
+        if not found:
+            raise UserError(
+                "the chat template does not show what the assistant said before others answered; "
+                "a row of several turns needs one that does"
+            )
+        return tail
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text that stands in the middle of a row: behind a token, so that no
+        tokenizer puts a space before it."""
+        before = self.tokenizer.eos_token or ""
+        ids = self.tokenizer(before + text, add_special_tokens=False)["input_ids"]
+        return list(ids[1:] if before else ids)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        if not self.tokenizer.chat_template:
+            return "".join(message["content"] for message in messages)
+        arguments = {"add_generation_prompt": True, **self.arguments, **more}
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        except Exception as error:  # templates raise errors of every kind
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"the chat template refuses a dialogue of {roles} ({one_line(str(error))}); "
+                "use another template, or an environment that answers in other roles"
+            ) from error
+
+    def _shows(
+        self, before: Sequence[Mapping[str, Any]], role: str, after: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Whether the template shows a message of this role there."""
+        shown = "shown-by-the-template"
+        message = _plain(Message(role, shown, name="tool"))
+        try:
+            return shown in self._render([*before, message, *after])
+        except UserError:
+            return False
+
+    def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """An environment's messages. Tools answer as the user if the template knows no tools."""
+        if self._takes_tool or all(message.role != "tool" for message in messages):
+            return [_plain(message) for message in messages]
+        return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
+
+    def instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the instructions in the first system message, or a new one; in the
+        first message if the template knows no system."""
+        found = [_plain(message) for message in messages]
+        if not self.instructions:
+            return found
+        first = found[0]
+        if self._takes_system and first["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.instructions}, *found]
+        texts = [first["content"], self.instructions]
+        texts = texts if first["role"] in ("system", "developer") else texts[::-1]
+        return [{**first, "content": "\n\n".join(texts)}, *found[1:]]
+
+
+def _plain(message: Message | Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a template reads it."""
+    if not isinstance(message, Message):
+        return dict(message)
+    found = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        # some templates refuse other ids than nine letters or digits
+        found |= {"name": message.name, "tool_call_id": message.call_id or "0" * 9}
+    return found

@@ -1,0 +1,61 @@
+"""Worker processes: what a user wrote, reward functions and environments, runs there and not in a
+rank. What fails there is a `Failure` of one row, and nothing of it is left over.
+
+A worker imports this package: no torch, no numpy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from splitppo.job.loading import describe
+
+# Makes what answers a worker's messages, from `Work.arguments`; raises UserError. It is called with
+# each message, and returns the user's result, or an awaitable of it, and a function that checks it.
+Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A function or an environment that gave no result for a row. Kinds: `timeout`; `error`: it
+    raised; `invalid`: its result is none; `crash`: its process ended; `memory`: it took more than
+    it may; `replay`: an environment answered otherwise when it was played again."""
+
+    function: str  # its short name; workers leave it empty
+    kind: Literal["timeout", "error", "invalid", "crash", "memory", "replay"]
+    text: str  # one line: the exception and its place, or how the process ended
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pool's workers do.
+
+    Attributes:
+        handler: `module:name` of a class that makes a `Handler`. arguments: its own.
+        section: of the settings. names: what the worker imports, for messages.
+        timeout: seconds for a message.
+        asynchronous: a worker answers many messages at a time; else one after another.
+        memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.
+    """
+
+    handler: str
+    arguments: tuple[Any, ...]
+    section: Literal["reward", "env"]
+    names: str
+    timeout: float
+    asynchronous: bool
+    memory: int = 0
+
+    def failed(self, error: BaseException) -> Failure:
+        """The failure of a call that raised `error`."""
+        if not (self.memory and isinstance(error, MemoryError)):
+            return Failure("", "error", describe(error))
+        text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
+        return Failure("", "memory", text)
+
+    def timed_out(self, *, blocks: bool = False) -> Failure:
+        """The failure of a call that took too long. `blocks`: an async function that blocked its
+        event loop."""
+        why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
+        text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
+        return Failure("", "timeout", text)

@@ -1,0 +1,351 @@
+"""Environments in worker processes: results, faults, and what is left of the workers."""
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitppo.envs import Message, Turn
+from splitppo.envs.pool import Began, EnvPool, Source
+from splitppo.errors import UserError
+from splitppo.workers import Failure
+
+pytestmark = pytest.mark.ranks  # its workers are processes
+
+# each environment counts; the message "trouble" makes those do something whose row says so
+FILE = """
+import asyncio, os, random, subprocess, sys, time
+from splitppo.envs import Message, Turn
+
+LEFT = []
+
+class Count:
+    def __init__(self, row, seed):
+        self.row = row
+        self.rng = random.Random(seed)
+        self.number = seed
+        if row.get("does") == "make":
+            raise OSError("no board")
+
+    def reset(self):
+        return [Message("user", f"from {self.number}")] if "prompt" in self.row else None
+
+    def step(self, message):
+        time.sleep(self.row.get("delay", 0) * random.random())
+        self.number += len(message.content)
+        if message.content == "trouble":
+            found = getattr(self, self.row.get("does", "nothing"))()
+            if found is not None:
+                return found
+        said = f"{self.number} {self.rng.random():.3f}"
+        return Turn([Message("user", said)], self.number, metrics={"at": time.time()})
+
+    def close(self):
+        if "closed" in self.row:
+            open(self.row["closed"], "a").write("x")
+
+    def nothing(self): pass
+    def raises(self): return {}["absent"]
+    def exits(self): sys.exit("bye")
+    def dies(self): os._exit(3)
+    def segfaults(self): os.kill(os.getpid(), 11)
+    def hangs(self): time.sleep(60)
+    def prints(self): print("x" * 5_000_000); print("y" * 5_000_000, file=sys.stderr)
+    def wrong(self): return {"messages": []}
+    def speaks(self): return Turn([Message("assistant", "I")])
+    def much(self): return Turn(reward="much")
+    def grows(self): self.kept = bytearray(4 << 30)
+    def leaks(self): LEFT.append(bytearray(3 << 28))
+    def keeps(self): self.kept = bytearray(3 << 28)
+    def forks(self): os.fork()
+    def leaves(self): subprocess.Popen(["sleep", "61.25"], start_new_session=True)
+    def leaves_and_hangs(self): self.leaves(); time.sleep(60)
+    def changes(self): self.number = os.getpid()
+
+class Mine(Message):
+    pass
+
+class Odd(Count):
+    def step(self, message):
+        turn = super().step(message)
+        return Turn([Mine(**vars(m)) for m in turn.messages], turn.reward)
+
+class Waits(Count):
+    async def step(self, message):
+        await asyncio.sleep(60 if message.content == "sleep" else 0.3)
+        return super().step(message)
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("envs") / "my_env.py"
+    path.write_text(FILE)
+    return path
+
+
+@contextlib.contextmanager
+def pool(file: Path, name: str = "Count", workers: int = 1, **how: Any) -> Iterator[EnvPool]:
+    made = EnvPool(Source(f"{file}:{name}"), workers, **{"timeout": 20, **how})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def play(envs: EnvPool, rows: list[dict[str, Any]], messages: list[str]) -> list[Any]:
+    """Plays all rows at once, each with its number as the seed: their turns without metrics, or
+    the failure."""
+    waiting: dict[int, Any] = {key: envs.begin(key, row, key) for key, row in enumerate(rows)}
+    found: dict[int, list[Any]] = {key: [future.result()] for key, future in waiting.items()}
+    for message in messages:
+        going = [key for key, said in found.items() if not isinstance(said[-1], Failure)]
+        waiting = {key: envs.step(key, Message("assistant", message)) for key in going}
+        for key, future in waiting.items():
+            found[key].append(future.result())
+    for key in found:
+        envs.end(key)
+    return [
+        said[-1]
+        if isinstance(said[-1], Failure)
+        else [(turn.messages[0].content, turn.reward) for turn in said[1:]]
+        for said in found.values()
+    ]
+
+
+def processes(*words: bytes) -> list[int]:
+    """Those whose command has all the words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            found += [int(folder.name)] if {*words} <= {*command} else []
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    return processes(b"splitppo.workers.main", str(pid).encode())
+
+
+def gone(*words: bytes) -> bool:
+    end = time.monotonic() + 10
+    while processes(*words) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not processes(*words)
+
+
+TALK = ["a", "trouble", "bb"]
+FAULTS = {  # what the environment does: the kind, and what the text says
+    "make": ("error", "OSError: no board .*my_env.py, line 13, in __init__"),
+    "raises": ("error", "KeyError: 'absent' .*my_env.py, line [0-9]+, in raises"),
+    "exits": ("error", "SystemExit: bye"),
+    "dies": ("crash", "its process ended with status 3"),
+    "segfaults": ("crash", "its process was killed by SIGSEGV"),
+    "hangs": ("timeout", "took longer than env.timeout=1 s"),
+    "wrong": ("invalid", r"step returned \{'messages': \[\]\}; return splitppo.envs.Turn"),
+    "speaks": ("invalid", "is no message of an environment"),
+    "much": ("invalid", "could not convert string to float: 'much'"),
+    "grows": ("memory", r"MemoryError \(.*: its process may have 1 GiB"),
+    "leaves_and_hangs": ("timeout", "took longer"),
+}
+HARMLESS = ["prints", "forks", "leaves"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_fault_costs_its_row_alone(
+    file: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    does = ["nothing", *FAULTS, "nothing", *HARMLESS, "nothing"]
+    with pool(file, workers=workers, timeout=1, memory=1 << 30) as envs:
+        found = play(envs, [{"does": what} for what in does], TALK)
+        with pool(file) as other:
+            healthy = play(other, [{}] * len(does), TALK)
+    for what, said, expected in zip(does, found, healthy, strict=True):
+        if what in FAULTS:
+            kind, text = FAULTS[what]
+            assert (said.function, said.kind) == ("Count", kind), said
+            assert re.search(text, said.text), said
+        else:
+            assert said == expected, what
+    assert len(capfd.readouterr().out) < 500_000
+    assert not workers_of(os.getpid())
+    assert gone(b"sleep", b"61.25")
+
+
+def test_an_environment_is_closed_once(file: Path, tmp_path: Path) -> None:
+    does = {"ended": "nothing", "failed": "raises", "open": "nothing"}
+    with pool(file) as envs:
+        for key, (name, what) in enumerate(does.items()):
+            envs.begin(key, {"does": what, "closed": f"{tmp_path}/{name}"}, 0).result()
+            envs.step(key, Message("assistant", "trouble")).result()
+        envs.end(0)
+        envs.end(1)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(does, "x")
+
+
+def test_close_ends_what_is_under_way(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def begin_and_close() -> None:
+        with pool(file) as envs:
+            envs.begin(0, {"does": "hangs"}, 0).result()
+            step = envs.step(0, Message("assistant", "trouble"))
+            step.add_done_callback(lambda _: envs.end(0))
+            envs.begin(1, {}, 0)  # waits for the step
+        assert step.cancelled()
+
+    begin_and_close()
+    assert not workers_of(os.getpid())
+    gc.collect()
+    assert not caplog.records, "a task is left over"
+
+
+def test_results_are_the_same_for_any_number_of_workers_and_any_delays(file: Path) -> None:
+    found = []
+    for workers, delay in ((1, 0), (4, 0.02)):
+        rows = [{"delay": delay, "prompt": 1}] * 8
+        with pool(file, workers=workers) as envs:
+            found.append(play(envs, rows, ["a", "bb", "ccc"]))
+    assert found[0] == found[1]
+    assert len({str(row) for row in found[0]}) == 8
+
+
+def test_an_environment_goes_on_in_another_process_where_it_was(file: Path) -> None:
+    with pool(file) as envs:
+        began = envs.begin(0, {"prompt": 1}, 5).result()
+        assert began == Began([Message("user", "from 5")], [])
+        first = envs.step(0, Message("assistant", "a")).result()
+        before = workers_of(os.getpid())
+        os.kill(max(before), signal.SIGKILL)
+        second = envs.step(0, Message("assistant", "bb")).result()
+        assert not {*before} & {*workers_of(os.getpid())}
+        # what another rank gets that takes the row over
+        played = [Message("assistant", "a"), Message("assistant", "bb")]
+        again = envs.begin(1, {"prompt": 1}, 5, played).result()
+    assert again == ([Message("user", "from 5")], [first, second])
+    assert first != second
+
+
+@pytest.mark.parametrize(("at", "where"), [(0, "in reset"), (2, "to message 2")])
+def test_an_environment_that_answers_a_replay_otherwise_fails_its_row(
+    file: Path, at: int, where: str
+) -> None:
+    played = [Message("assistant", "a"), Message("assistant", "b")]
+    with pool(file) as envs:
+        first = envs.begin(0, {}, 1, played).result()
+        assert isinstance(first, Began)
+        said: list[Any] = [first.messages, *first.turns]
+        assert envs.begin(1, {}, 1, played, said).result() == first
+        said[at] = Turn(reward=7)
+        other = envs.begin(2, {}, 1, played, said).result()
+    assert isinstance(other, Failure)
+    assert (other.function, other.kind) == ("Count", "replay")
+    assert where in other.text
+
+
+def test_a_replay_after_a_crash_is_compared(file: Path) -> None:
+    with pool(file) as envs:
+        envs.begin(0, {"does": "changes"}, 1).result()
+        envs.begin(1, {"does": "dies"}, 1).result()
+        trouble = Message("assistant", "trouble")
+        assert isinstance(envs.step(0, trouble).result(), Turn)
+        assert isinstance(envs.step(1, trouble).result(), Failure)
+        changed = envs.step(0, Message("assistant", "a")).result()
+    assert isinstance(changed, Failure)
+    assert changed.kind == "replay"
+
+
+def test_memory_that_others_of_a_worker_hold_fails_no_row(file: Path) -> None:
+    with pool(file, memory=1 << 30) as envs:
+        found = play(envs, [{"does": "keeps"}, {"does": "keeps"}, {"does": "leaks"}], TALK)
+    with pool(file) as healthy:
+        assert found == play(healthy, [{}] * 3, TALK)
+
+
+def test_async_steps_wait_at_the_same_time_and_a_fault_costs_its_row_alone(file: Path) -> None:
+    faults = {"does": "dies"}, {"does": "hangs"}
+    with pool(file, "Waits", timeout=0.8) as envs:
+        envs.begin(99, {}, 0).result()
+        start = time.monotonic()
+        found = play(envs, [{}] * 30, ["a"])
+        assert time.monotonic() - start < 5  # one after the other: 9 s
+        mixed = play(envs, [{}, *faults], ["trouble"])
+        slow = play(envs, [{}], ["sleep"])
+    with pool(file) as plain:
+        assert found == play(plain, [{}] * 30, ["a"])
+        assert mixed[:1] == play(plain, [{}], ["trouble"])
+    assert [said.kind for said in mixed[1:]] == ["crash", "timeout"]
+    assert "never awaited" in mixed[2].text
+    assert slow[0].kind == "timeout"
+
+
+def test_what_a_user_s_class_says_arrives_as_plain_values(file: Path) -> None:
+    with pool(file, "Odd") as odd, pool(file) as plain:
+        assert play(odd, [{}], ["a"]) == play(plain, [{}], ["a"])
+
+
+def test_tools_and_built_in_environments(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("class Half: pass\n")
+    with pytest.raises(UserError, match="reset is not an environment's"):
+        EnvPool(Source(f"{tmp_path}/wrong.py:Half"), 1, 1)
+    for source, said in (
+        (Source("guess"), "A number"),
+        (Source(tools=("calculator",), format_reward=0.5), None),
+    ):
+        with contextlib.closing(EnvPool(source, 1, 20)) as envs:
+            began = envs.begin(0, {}, 0).result()
+            assert isinstance(began, Began)
+            assert (began.messages is None) if said is None else said in str(began.messages)
+            assert isinstance(envs.step(0, Message("assistant", "7")).result(), Turn)
+
+
+@pytest.mark.parametrize("does", ["nothing", "leaves_and_hangs"])
+def test_a_killed_trainer_leaves_nothing(file: Path, does: str) -> None:
+    code = f"""
+import signal
+from splitppo.envs import Message
+from splitppo.envs.pool import EnvPool, Source
+envs = EnvPool(Source("{file}:Count"), 2, 60)
+envs.begin(0, {{"does": "{does}"}}, 0).result()
+waiting = envs.step(0, Message("assistant", "trouble"))
+if "{does}" == "nothing":
+    waiting.result()
+print("asked", flush=True)
+signal.pause()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    with trainer.stdout as lines:
+        assert lines.readline() == "asked\n"
+        while does != "nothing" and not processes(b"sleep", b"61.25"):
+            time.sleep(0.02)
+        assert len(workers_of(trainer.pid)) > 2  # with the processes that keep them
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    assert gone(b"splitppo.workers.main", str(trainer.pid).encode())
+    assert gone(b"sleep", b"61.25")
+
+
+def test_a_flood_stops_no_row_if_nobody_reads_it(file: Path) -> None:
+    code = f"""
+import os
+from splitppo.envs import Message
+from splitppo.envs.pool import EnvPool, Source
+envs = EnvPool(Source("{file}:Count"), 1, 20)
+envs.begin(0, {{"does": "prints"}}, 0).result()
+said = [envs.step(0, Message("assistant", "trouble")).result() for _ in range(2)]
+os.write(2, repr(said[1].reward).encode())
+envs.close()
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert done.stderr.endswith(b"14.0")

@@ -1,0 +1,353 @@
+"""The protocol of environments, tools and their calls, and what is built in."""
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from splitppo.envs import Call, Message, Turn, load_env, read_turn
+from splitppo.envs.calculator import calculator
+from splitppo.envs.guess import Guess, best_score
+from splitppo.envs.tools import CallReader, instructions, load_tools, tool_env, tool_schemas
+from splitppo.errors import UserError
+from splitppo.models.tiny import build_tokenizer
+
+FILE = '''
+import threading
+from splitppo.envs import Message, Turn
+
+class Echo:
+    def __init__(self, row, seed): self.row = row
+    def reset(self): return None
+    def step(self, message): return Turn([Message("user", message.content)], reward=1)
+    def close(self): pass
+
+class Half(Echo):
+    def step(self): ...
+
+def multiply(a: int, b: float = 2.0) -> float:
+    """Multiplies two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a * b
+
+async def wait(text: str):
+    """Waits.
+
+    Args:
+        text: any.
+    """
+    return {"waited": text}
+
+def thread() -> bool:
+    """Says where it runs."""
+    return threading.current_thread() is threading.main_thread()
+
+def bare(a):
+    """Has no hints."""
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_environments_have_names(file: Path):
+    env = load_env(f"{file}:Echo")({"prompt": "p"}, 7)
+    turn = env.step(Message("assistant", "hello"))
+    assert read_turn(turn) == Turn([Message("user", "hello")], 1.0)
+    assert load_env("guess") is Guess
+    (file.parent / "broken.py").write_text("import nothing_there")
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("gues", "env.path=gues: no such environment; use guess or path/to/file.py:name"),
+        ("{d}/none.py:Env", "no such file {d}/none.py; give a path that every rank can read"),
+        ("{d}/mine.py:Env", "has no Env when it is imported; classes there: Message, Turn, Echo"),
+        ("{d}/mine.py:Half", "step is not an environment's (too many positional arguments)"),
+        ("{d}/mine.py:multiply", "reset is not an environment's"),
+        ("{d}/broken.py:Env", "importing the environment file {d}/broken.py failed: Module"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
+    (file.parent / "broken.py").write_text("import nothing_there")
+    with pytest.raises(UserError) as caught:
+        load_env(named.format(d=file.parent))
+    assert message.format(d=file.parent) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "step returned None; return splitppo.envs.Turn"),
+        (Turn(cast(Any, ["hello"])), "'hello' is no message of an environment"),
+        (Turn([Message("assistant", "x")]), "with role user, tool or system"),
+        (Turn([Message("user", 3)]), "and a text"),  # type: ignore
+        (Turn(cast(Any, [{"role": "user"}])), "content"),
+        (Turn(reward=float("nan")), "reward=nan; return a finite number"),
+        (Turn(metrics=cast(Any, {"x": "y"})), "could not convert"),
+    ],
+)
+def test_a_wrong_turn_is_refused(result: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_turn(result)
+
+
+def test_messages_may_be_dicts():
+    turn = read_turn(Turn([{"role": "user", "content": "x"}], metrics={"n": True}))  # type: ignore
+    assert turn == Turn([Message("user", "x")])
+    assert turn.metrics == {"n": 1.0}
+
+
+# how models write calls: format -> (text of a turn, the calls in it or part of the error)
+A = Call("multiply", {"a": 3})
+B = Call("multiply", {"a": 4})
+READ: list[tuple[str, str, list[Call] | str]] = [
+    ("hermes", 'so <tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>.', [A]),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": {"a": 3}}</tool_call>\n'
+     '<tool_call>{"name": "multiply", "arguments": "{\\"a\\": 4}"}</tool_call>', [A, B]),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": {"a": 3}}<eos>', [A]),
+    ("hermes", '<tool_call>{"name": "multiply", "argum</tool_call>', "the call is no JSON"),
+    ("hermes", "<tool_call></tool_call>", "the call is no JSON"),
+    ("hermes", "<tool_call>[3]</tool_call>", "a call is"),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": [3]}</tool_call>', "no JSON object"),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": "3 4"}</tool_call>', "no JSON"),
+    ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "the call is no JSON"),
+    ("hermes", '{"name": "multiply", "arguments": {"a": 3}}', []),
+    ("llama", '{"name": "multiply", "parameters": {"a": 3}}<eos>', [A]),
+    ("llama", '<|python_tag|>{"name": "multiply", "parameters": {"a": 3}}; '
+     '{"name": "multiply", "parameters": {"a": 4}}', [A, B]),
+    ("llama", '{"name": "multiply", "parameters"', "the call is no JSON"),
+    ("llama", "<|python_tag|>multiply(3)", "the call is no JSON"),
+    ("llama", "The result is {3}.", []),
+    ("mistral", '[TOOL_CALLS][{"name": "multiply", "arguments": {"a": 3}, "id": "abcdefghi"}]<eos>',
+     [Call("multiply", {"a": 3}, "abcdefghi")]),
+    (r"CALL (.*)\n", 'CALL {"name": "multiply", "arguments": {"a": 3}}\n', [A]),
+    (r"(?P<name>\w+)\((?P<arguments>.*?)\)", 'multiply({"a": 3})', [A]),
+    (r"(?P<name>\w+)\(", "multiply(", [Call("multiply")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call_format", "text", "expected"), READ)
+def test_calls_are_read(call_format: str, text: str, expected: list[Call] | str):
+    tokenizer = SimpleNamespace(
+        chat_template=None, decode=lambda ids, skip_special_tokens: "".join(ids)
+    )
+    message = CallReader(tokenizer, [], call_format)([], list(text))  # type: ignore
+    if isinstance(expected, str):
+        assert [expected in call.error for call in message.tool_calls] == [True]
+    else:
+        assert list(message.tool_calls) == expected
+    assert message.role == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("... <tool_call> ...", READ[0][1]),
+        (None, READ[0][1]),
+        ("... <|python_tag|> ...", READ[10][1]),
+        ("... [TOOL_CALLS] ...", READ[15][1].replace(', "id": "abcdefghi"', "")),
+    ],
+)
+def test_the_format_is_the_templates(template: str | None, text: str):
+    tokenizer = SimpleNamespace(
+        chat_template=template, decode=lambda ids, skip_special_tokens: "".join(ids)
+    )
+    assert CallReader(tokenizer, [])([], list(text)).tool_calls == (A,)  # type: ignore
+
+
+@pytest.mark.parametrize(("call_format", "message"), [("(", "no regular"), ("call", "no group")])
+def test_a_wrong_format_is_refused(call_format: str, message: str):
+    with pytest.raises(UserError, match=message):
+        CallReader(build_tokenizer(), [], call_format)
+
+
+def test_a_response_template_reads_calls(file: Path):
+    """Of the tokenizer's own, by transformers: also the thinking, which is no content."""
+    tokenizer: Any = build_tokenizer()
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "A:",
+        "fields": {
+            "reasoning_content": {"open": "(", "close": ")", "content": "text"},
+            "tool_calls": {
+                "open": "$", "close": "$", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": "<eos>", "content": "text"},
+        },
+    }  # fmt: skip
+    read = CallReader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
+
+    def reading(text: str, before: str = "what? A:") -> Message:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return read(tokenizer(before)["input_ids"], [*ids, tokenizer.eos_token_id])
+
+    assert reading("(so)yes") == Message("assistant", "yes")
+    assert reading("so)yes", "what? A:(") == Message("assistant", "yes")  # begun by the template
+    assert reading("(so)$3$").tool_calls[0].error.startswith("a call is")
+    assert reading("$3 4$").tool_calls[0].error
+
+
+ENV: list[tuple[Call, str]] = [
+    (Call("multiply", {"a": 3}), "6.0"),
+    (Call("multiply", {"a": 3, "b": 4}), "12"),
+    (Call("calculator", {"expression": "123*456"}), "56088"),
+    (Call("", error="the call is no JSON"), "error: the call is no JSON"),
+    (Call("divide", {}), "error: there is no function 'divide'; there are multiply, calculator"),
+    (Call("multiply", {"b": 3}), "error: multiply(a: int, b: float = 2.0) -> float: missing a"),
+    (Call("multiply", {"a": 3, "c": 3}), "error: multiply(a: int, b: float = 2.0) -> float: got"),
+    (Call("multiply", {"a": "3"}), 'error: multiply: a must be an integer, not "3"'),
+    (Call("multiply", {"a": True}), "error: multiply: a must be an integer, not true"),
+    (Call("multiply", {"a": 3.5}), "error: multiply: a must be an integer, not 3.5"),
+    (Call("calculator", {"expression": "1/0"}), "error: ZeroDivisionError: division by zero"),
+]
+
+
+@pytest.mark.parametrize(("call", "answer"), ENV)
+def test_a_call_is_answered(file: Path, call: Call, answer: str):
+    tools = load_tools([f"{file}:multiply", "calculator"])
+    env = tool_env(tools, format_reward=0.1)({}, 0)
+    assert env.reset() is None
+    turn = read_turn(env.step(Message("assistant", "", (call,))))
+    (message,) = turn.messages
+    assert message.role == "tool"
+    assert message.content.startswith(answer)
+    assert not turn.done
+    assert turn.reward == (0.0 if call.error else 0.1)
+    assert turn.metrics == {"tool_calls": 1, "tool_errors": answer.startswith("error")}
+
+
+def test_the_reward_for_the_format_comes_once(file: Path):
+    env = tool_env(load_tools([f"{file}:multiply"]), format_reward=0.1)({}, 0)
+    bad = Call("", error="no JSON")
+    turns = [env.step(Message("assistant", "", calls)) for calls in ((A, bad), (A, B), (A,))]
+    assert [read_turn(turn).reward for turn in turns] == [0.0, 0.1, 0.0]
+    assert env.step(Message("assistant", "12")) == Turn(done=True)
+
+
+def test_an_async_tool_makes_an_async_environment(file: Path):
+    env = tool_env(load_tools([f"{file}:wait", f"{file}:thread"]))({}, 0)
+    calls = (Call("wait", {"text": "x"}, id="one"), Call("thread"))
+    turn = asyncio.run(env.step(Message("assistant", "", calls)))  # type: ignore
+    # a plain function must not hold up the other rows of the process
+    assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
+    plain = tool_env(load_tools([f"{file}:thread"]))({}, 0)
+    turn_of_plain = read_turn(plain.step(Message("assistant", "", (Call("thread"),))))
+    assert turn_of_plain.messages[0].content == "true"
+    assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", call_id="one")
+
+
+def test_schemas_and_instructions(file: Path):
+    tools = load_tools([f"{file}:multiply", "calculator"])
+    schemas = tool_schemas(tools)
+    assert [schema["function"]["name"] for schema in schemas] == ["multiply", "calculator"]
+    text = instructions(schemas)
+    assert "<tool_call>" in text
+    assert "<tool_call>" not in instructions(schemas, "llama")
+    assert json.loads(text.splitlines()[1])["parameters"]["required"] == ["a"]
+    with pytest.raises(UserError, match=r"bare has no schema .*give each parameter a type hint"):
+        tool_schemas(load_tools([f"{file}:bare"]))
+    with pytest.raises(UserError, match="another tool is called multiply, too"):
+        load_tools([f"{file}:multiply", f"{file}:multiply"])
+    with pytest.raises(UserError, match=r"no such tool; use calculator, python or path"):
+        load_tools(["calculate"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("123*456", "56088"), ("(3 + 4) * -5", "-35"), ("6/3", "2"), ("1/4", "0.25"),
+        ("7 // 2", "3"),
+        ("2**10", "1024"), ("7 ^ 2", "49"), ("-7 % 3", "2"), ("1e3", "1000"), (" 5 ", "5"),
+        ("1/0", "division"), ("9**9**9", "4096 bits"), ("2**4097", "4096 bits"),
+        ("1e308*10", "too large"),
+        ("9**1000*9**1000", "too large"), ("(-8)**0.5", "no real number"), ("2.5**9999", "bits"),
+        ("__import__('os')", "no arithmetic"), ("True + 1", "no arithmetic"),
+        ("[1] * 99", "no arithmetic"),
+        ("'a' * 99", "no arithmetic"), ("x", "no arithmetic"), ("1 +", "no arithmetic"),
+        ("", "no arithmetic"),
+        ("(" * 400 + "1" + ")" * 400, "no arithmetic"), ("1+" * 600 + "1", "more than 1000"),
+        ("1 << 99", "no arithmetic"), ("0**-1", "power"), ("\0", "no arithmetic"),
+    ],
+)  # fmt: skip
+def test_the_calculator(expression: str, value: str):
+    if re.fullmatch(r"[-.\d]+", value):
+        assert calculator(expression) == value
+    else:
+        with pytest.raises((ValueError, ArithmeticError), match=value):
+            calculator(expression)
+
+
+def play(seed: int, guesses: Callable[[range], str], **given: int) -> list[Turn]:
+    env = Guess({"extra_info": given}, seed)
+    turns = []
+    while not turns or not turns[-1].done:
+        turns.append(env.step(Message("assistant", guesses(env.left))))
+    return turns
+
+
+def score(turns: list[Turn]) -> float:
+    return sum(turn.reward for turn in turns)
+
+
+def test_guess():
+    def middle(left: range) -> str:
+        return f"I say {left[len(left) // 2]}."
+
+    games = [play(seed, middle) for seed in range(300)]
+    assert all(score(turns) == pytest.approx(1.0) for turns in games)
+    assert max(len(turns) for turns in games) == 3
+    assert {turns[0].messages[0].content for turns in games} == {"higher\n", "lower\n", "yes\n"}
+    assert best_score() == pytest.approx(1.0)
+    # the seed decides, nothing else
+    assert play(5, middle) == play(5, middle)
+    assert len({Guess({}, seed).number for seed in range(300)}) == 15
+    # what says nothing finds out nothing
+    assert [turn.reward for turn in play(5, lambda left: "no idea")] == [0.0, 0.0, 0.0]
+    assert [turn.reward for turn in play(5, lambda left: "99")] == [0.0, 0.0, 0.0]
+    assert Guess({}, 0).reset() == [Message("user", "A number from 0 to 14?\n")]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_the_best_score_of_guess(turns: int):
+    """No player does better, and the middle player does as well, in the mean over all numbers."""
+    seeds = {Guess({"extra_info": {"numbers": 7}}, seed).number: seed for seed in range(200)}
+    assert len(seeds) == 7
+
+    def mean(guesses: Callable[[range], str]) -> float:
+        games = [play(seed, guesses, numbers=7, turns=turns) for seed in seeds.values()]
+        return sum(map(score, games)) / 7
+
+    best = best_score(7, turns)
+    assert mean(lambda left: str(left[len(left) // 2])) == pytest.approx(best)
+    draw = random.Random(0)
+    for _ in range(50):
+        table = {(a, b): str(draw.randrange(a, b)) for a in range(7) for b in range(a + 1, 8)}
+        assert mean(lambda left, table=table: table[left.start, left.stop]) <= best + 1e-9
+
+
+def test_a_worker_needs_no_torch():
+    """A process that runs environments starts in a moment."""
+    code = "import sys, splitppo.envs.tools, splitppo.envs.guess; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert {"torch", "numpy", "transformers"}.isdisjoint(loaded.stdout.split())

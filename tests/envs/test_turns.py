@@ -1,0 +1,318 @@
+"""Rows of several turns in tokens: what was sampled stays as it was sampled, and the row's text is
+what the chat template makes of the whole dialogue."""
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from splitppo.envs import Message
+from splitppo.envs.turns import CUT, Turns
+from splitppo.errors import UserError
+from splitppo.models.tiny import build_tokenizer
+
+# In the manner of ChatML, Llama 3, Qwen 3, Gemma and Mistral: which roles they know, what they
+# trim, what stands behind the end of a turn, where the tools are said.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% if tools %}<|header|>system<|/header|>\n\nTools: {{ tools | tojson }}<|eot|>"
+    "{% endif %}{% for m in messages %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+)
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endfor %}{% set ns.last = messages | length - 1 %}"
+    "{% for m in messages | reverse if m.role == 'user' and not ns.found %}"
+    "{% set ns.found = true %}{% set ns.last = messages | length - 1 - messages[::-1].index(m) %}"
+    "{% endfor %}"
+    "{% for m in messages %}{% set i = loop.index0 %}"
+    "{% if m.role == 'tool' %}"
+    "{% if i == 0 or messages[i - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[i + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif m.role == 'assistant' and '</think>' in m.content and i < ns.last %}"
+    "<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "{% endif %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{% endif %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
+    "{% else %}{{ raise_exception('Only user, assistant and tool roles are supported') }}"
+    "{% endif %}{% endfor %}"
+)
+# name -> (template, what ends a turn, roles that an environment may answer in)
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>", ("user", "tool", "system")),
+    "llama": (LLAMA, "<|eot|>", ("user", "tool")),
+    "qwen": (QWEN, "<|im_end|>", ("tool",)),
+    "gemma": (GEMMA, "<end_of_turn>", ("user",)),
+    "mistral": (MISTRAL, "</s>", ("user", "tool")),
+}
+WORDS = [
+    "ab",
+    "a",
+    "b",
+    "<",
+    ">",
+    "\n",
+    "im",
+    "_",
+    "end",
+    "of",
+    "turn",
+    "[",
+    "INST",
+    "/",
+    "]",
+    "9",
+    " ",
+]
+SCHEMA = {"type": "function", "function": {"name": "multiply", "parameters": {}}}
+
+
+def tokenizer_of(template: str | None, end: str) -> Any:
+    """Byte pairs that merge over everything but the token that ends a turn: the other marks of the
+    templates are text."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(WORDS, k=60)) for _ in range(300)]
+    texts += ["<|im_start|>assistant\n", "<|im_start|>user\nab", "\n<|im_start|>", "[/INST] a"] * 50
+    backend = Tokenizer(BPE())
+    letters = [chr(i) for i in range(32, 127)] + ["\n"]
+    trainer = BpeTrainer(vocab_size=500, show_progress=False, initial_alphabet=letters)
+    backend.train_from_iterator(texts, trainer)
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token=AddedToken(end, special=True),
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def sampled_by(draw: random.Random, tokenizer: Any, lead: str) -> list[int]:
+    """Ids in any order, as a policy may sample them: not what the tokenizer makes of their text."""
+    special = set(tokenizer.all_special_ids)
+    usual = [i for i in range(len(tokenizer)) if i not in special]
+    while True:
+        ids = draw.choices(usual, k=draw.randint(1, 8))
+        text = tokenizer.decode(ids)
+        if text == text.strip() != "":
+            return [*tokenizer(lead, add_special_tokens=False)["input_ids"], *ids]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_200_dialogues(name: str):
+    template, end, roles = TEMPLATES[name]
+    tokenizer = tokenizer_of(template, end)
+    turns = Turns(tokenizer)
+    (end_id,) = tokenizer(end, add_special_tokens=False)["input_ids"]
+    lead = " " if name == "mistral" else ""
+    draw = random.Random(name)
+    tokenised_otherwise = 0
+    for _ in range(200):
+        dialogue: list[dict[str, Any]] = [
+            {"role": "user", "content": "".join(draw.choices(WORDS, k=5)).strip()}
+        ]
+        ids = turns.prompt(dialogue)
+        due = list(ids)
+        sampled: list[tuple[int, list[int]]] = []
+        for _ in range(draw.randint(2, 5)):
+            said = sampled_by(draw, tokenizer, lead)
+            # a stop string ends some turns: the end is not sampled, and is part of the observation
+            stopped = draw.random() < 0.3
+            said += [] if stopped else [end_id]
+            sampled.append((len(ids), said))
+            ids += said
+            due += said
+            content = tokenizer.decode(said, skip_special_tokens=True)[len(lead) :]
+            dialogue.append({"role": "assistant", "content": content})
+            role = draw.choice(roles)
+            count = draw.randint(1, 2) if role == "tool" else 1
+            messages = [
+                Message(role, "".join(draw.choices(WORDS, k=4)).strip() + ".", call_id="123456789")
+                for _ in range(count)
+            ]
+            observed = turns.observation(messages, said)
+            assert not observed.cut
+            ids += observed.ids
+            dialogue += [
+                {"role": role, "content": message.content, "tool_call_id": message.call_id}
+                for message in messages
+            ]
+        # every sampled id stands where it was sampled
+        for at, said in sampled:
+            assert ids[at : at + len(said)] == said
+        whole = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == whole
+        tokenised_otherwise += tokenizer(whole, add_special_tokens=False)["input_ids"] != ids
+    assert tokenised_otherwise > 150  # so ids that are decoded and tokenised again would differ
+
+
+THINKING = Message("user", "and?")
+
+
+def test_the_line_end_behind_a_turn_is_observed():
+    tokenizer = tokenizer_of(CHATML, "<|im_end|>")
+    turns = Turns(tokenizer)
+    end = tokenizer.eos_token_id
+    said = [5, 6, end]
+    observed = turns.observation([THINKING], said).ids
+    assert (
+        tokenizer.decode(observed) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # by a stop string, which may stand behind the template's end, too
+    for other in ([5, 6], [], [5, *tokenizer("\n")["input_ids"]]):
+        assert turns.observation([THINKING], other).ids == [end, *observed]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "role", "message"),
+    [
+        (QWEN, "<|im_end|>", "user", r"rewrites message 2 \(assistant\) .* '<think>\\nthought 1"),
+        (QWEN, "<|im_end|>", "tool", ""),
+        (CHATML, "<|im_end|>", "user", ""),
+        (CHATML, "<|im_end|>", "tool", ""),
+        (LLAMA, "<|eot|>", "tool", ""),
+        (GEMMA, "<end_of_turn>", "user", ""),
+        (GEMMA, "<end_of_turn>", "tool", ""),  # answers as the user
+        (GEMMA, "<end_of_turn>", "system", "refuses a dialogue of user, assistant, system"),
+        (MISTRAL, "</s>", "user", ""),
+        (MISTRAL, "</s>", "tool", ""),
+        # only the last message is shown, what was said is not
+        ("{{ messages[-1].content }}", "</s>", "user", "does not show what the assistant said"),
+        # what begins an answer stays only in the last
+        (CHATML.replace("assistant\n{% endif %}", "assistant\nFirst:{% endif %}"), "<|im_end|>",
+         "user", r"rewrites message 1 \(user\)"),
+    ],
+)  # fmt: skip
+def test_a_template_that_rewrites_is_refused(template: str, end: str, role: str, message: str):
+    turns = Turns(tokenizer_of(template, end))
+    prompt = [{"role": "user", "content": "asked"}]
+    if message:
+        with pytest.raises(UserError, match=message):
+            turns.check(prompt, role)
+    else:
+        turns.check(prompt, role)
+    if "rewrites" in message:
+        turns.check(prompt, role, "keep")
+
+
+def test_tools_that_move_in_the_template_are_refused():
+    """Mistral's tools stand before the last message of the user."""
+    turns = Turns(tokenizer_of(MISTRAL, "</s>"), tools=[SCHEMA])
+    prompt = [{"role": "user", "content": "asked"}]
+    turns.check(prompt, "tool")
+    with pytest.raises(UserError, match=r"rewrites message 1 \(user\)"):
+        turns.check(prompt, "user")
+
+
+def test_what_was_thought_stays_with_keep():
+    tokenizer = tokenizer_of(QWEN, "<|im_end|>")
+    turns = Turns(tokenizer)
+    said = tokenizer("<think>\na\n</think>\n\nb<|im_end|>", add_special_tokens=False)["input_ids"]
+    prompt = turns.prompt([{"role": "user", "content": "asked"}])
+    row = prompt + said + turns.observation([THINKING], said).ids
+    start = "<|im_start|>user\nasked<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(row) == f"{start}<think>\na\n</think>\n\nb<|im_end|>{between}"
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "text"),
+    [
+        (LLAMA, [], '"name": "multiply"'),
+        (CHATML, [], "<|im_start|>system\nSAID<|im_end|>\n<|im_start|>user\nasked<|im_end|>"),
+        (CHATML, [{"role": "system", "content": "Be"}], "system\nBe\n\nSAID<|im_end|>"),
+        (GEMMA, [], "user\nSAID\n\nasked<end_of_turn>"),
+    ],
+)
+def test_tools_in_the_prompt(template: str, before: list[dict[str, str]], text: str):
+    tokenizer = tokenizer_of(template, "</s>")
+    turns = Turns(tokenizer, tools=[SCHEMA], instructions="SAID")
+    prompt = tokenizer.decode(turns.prompt([*before, {"role": "user", "content": "asked"}]))
+    assert text in prompt
+    assert prompt.count("multiply") == (template is LLAMA)
+    assert len(turns.notes) == (template is not LLAMA)
+
+
+def test_without_a_chat_template():
+    tokenizer: Any = build_tokenizer()
+    turns = Turns(tokenizer)
+    turns.check([{"role": "user", "content": "a"}], "user")
+    assert tokenizer.decode(turns.prompt([Message("user", "0-9?\n")])) == "0-9?\n"
+    said = [7, tokenizer.eos_token_id]
+    observed = turns.observation([Message("user", "lower\n"), Message("user", "x")], said).ids
+    assert tokenizer.decode(observed) == "lower\nx"
+    with pytest.raises(UserError, match="needs a chat template"):
+        Turns(tokenizer, tools=[SCHEMA])
+
+
+def test_no_space_comes_before_an_observation():
+    """Tokenizers in the manner of SentencePiece put one before a text."""
+    letters = {letter: i for i, letter in enumerate(["</s>", "\u2581", *"lower"[:-1], "r"])}
+    backend = Tokenizer(BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenizer("lo")["input_ids"][0] == letters["\u2581"]
+    observed = Turns(tokenizer).observation([Message("user", "lower")], [0]).ids
+    assert observed == [letters[letter] for letter in "lower"]
+
+
+def test_an_observation_is_cut():
+    tokenizer = tokenizer_of(CHATML, "<|im_end|>")
+    turns = Turns(tokenizer)
+    messages = [Message("tool", "b" * 5000), Message("tool", "short")]
+    said = [5, tokenizer.eos_token_id]
+    whole = turns.observation(messages, said)
+    assert not whole.cut
+    for limit in (100, 200, len(whole.ids) - 1):
+        ids, cut = turns.observation(messages, said, limit)
+        text = tokenizer.decode(ids)
+        assert cut
+        assert limit - 15 < len(ids) <= limit
+        assert f"b{CUT}<|im_end|>" in text
+        assert text.endswith("short<|im_end|>\n<|im_start|>assistant\n")
+    assert turns.observation(messages, said, len(whole.ids)) == whole
+    # the template's own tokens are over the limit
+    ids, cut = turns.observation(messages, said, 3)
+    assert cut
+    assert "b" not in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_observation_is_read_as_its_messages(name):
+    turns = Turns(tokenizer_of(*TEMPLATES[name][:2]))
+    for role in TEMPLATES[name][2]:
+        for texts in (["ab b"], ["a", "b ab", "a b"][: 1 if role == "system" else 3]):
+            messages = [Message(role, text, name="f") for text in texts]
+            try:
+                ids = turns.observation(messages, []).ids
+            except UserError:  # Gemma's: no two of a role
+                continue
+            read = turns.read(ids)
+            assert "|".join(m["content"] for m in read) == "|".join(texts)
+            assert {m["role"] for m in read} <= {role, "user"}

@@ -1,0 +1,185 @@
+"""Rows of several turns against the paper: the reference gets what was sampled alone, and plays the
+environments by itself."""
+
+import json
+from base64 import b64decode
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from reference_ppo import Row
+from runs import assert_same, figures, main_rank
+from test_flagship import BATCH, STEPS, compare, inputs, reference, run
+
+from splitppo.envs import Message
+from splitppo.models.tiny import build_tokenizer
+from splitppo.rollout import tensor_of, unpack_rows
+
+__all__ = ["inputs"]  # the fixture
+
+ENDS = [
+    1,
+    3,
+    4,
+    5,
+    9,
+    12,
+    20,
+    27,
+    33,
+    40,
+    51,
+    60,
+    72,
+]  # ids that end a turn: an untrained model says one of them soon
+LIMITS = {"rollout__max_new_tokens": 12, "env__max_turns": 5}
+OLD = {"old_logprobs": "engine"}
+
+# By the first digit of the prompt: the same answers always; answers and rewards that depend on what
+# was said; rows that go on until they are cut, most in the middle of a turn.
+ENV = """
+from splitppo.envs import Message, Turn
+
+class Env:
+    def __init__(self, row, seed):
+        self.kind = int(row["prompt"][0]) % 3
+        self.turns = 0
+
+    def reset(self):
+        return None
+
+    def step(self, message):
+        self.turns += 1
+        said = message.content
+        if self.kind == 0:
+            return Turn([Message("user", "so?\\n")], done=self.turns == 3)
+        reward = 0.125 * len(said) - 0.25 * self.turns
+        cut = self.kind == 2 and len(said) == 1
+        return Turn([Message("user", said[::-1] + "?")], reward, len(said) == 3, cut)
+
+    def close(self):
+        pass
+"""
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info, messages):
+    spoken = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert spoken[-1] == solution_str
+    return 0.05 * len(solution_str) - 0.125 * len(messages)
+"""
+
+
+@pytest.fixture(scope="module")
+def game(inputs: Path) -> Path:
+    """An environment, and a policy that ends its turns."""
+    (inputs / "env.py").write_text(ENV)
+    (inputs / "reward.py").write_text(REWARD)
+    config = inputs / "policy" / "config.json"
+    config.write_text(config.read_text().replace('"eos_token_id": 1', f'"eos_token_id": {ENDS}'))
+    (inputs / "policy" / "generation_config.json").unlink(missing_ok=True)
+    return inputs
+
+
+def listener(game: Path) -> Callable[[Row], Row]:
+    """What the environment makes of sampled tokens, played here turn by turn."""
+    found: dict[str, Any] = {}
+    exec((game / "env.py").read_text(), found)
+    tokenizer: Any = build_tokenizer()
+
+    def heard(row: Row) -> Row:
+        env = found["Env"]({"prompt": tokenizer.decode(row.prompt)}, 0)
+        ids: list[int] = []
+        own: list[int] = []
+        observed: set[int] = set()
+        rewards: list[float] = []
+        answered = ended = False
+        for token in row.response:
+            assert not ended, "sampled after the environment had ended"
+            own.append(token)
+            ids.append(token)
+            rewards.append(0.0)
+            answered = token in ENDS
+            if not answered:
+                continue
+            said = tokenizer.decode(own, skip_special_tokens=True)
+            turn = env.step(Message("assistant", said))
+            rewards[-1] = turn.reward
+            full = len(rewards) == LIMITS["rollout__max_new_tokens"]
+            ended = turn.done or turn.truncated or env.turns == LIMITS["env__max_turns"] or full
+            if not ended:
+                answer = tokenizer(turn.messages[0].content)["input_ids"]
+                observed |= {*range(len(ids), len(ids) + len(answer))}
+                ids += answer
+            own = []
+        assert ended or len(rewards) == LIMITS["rollout__max_new_tokens"]
+        return replace(
+            row, response=ids, observed=frozenset(observed), rewards=rewards, answered=answered
+        )
+
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (1, {}),
+        (2, {"placement__actor": 1}),
+        (3, {"placement__actor": 2}),
+        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+    ],
+    ids=["colocated", "1+1", "2+1", "a set of two"],
+)
+@pytest.mark.parametrize("window", [0, 5])
+def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
+    options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": window, **LIMITS}
+    hyper: dict[str, Any] = OLD if window else {}
+    options |= {f"ppo__{name}": value for name, value in hyper.items()}
+    seen = run(game, tmp_path, world, odd="exact", **placement, **options)
+    due = reference(game, seen, window=window, heard=listener(game), **hyper)
+    compare(seen, due)
+    every = [row for rows in seen["rows"] for row in rows.values()]
+    assert {len(turns) for *_, turns in every} >= {1, 2, 3}
+    assert any(len(turns) > 1 and turns[-1][-1] not in ENDS for *_, turns in every), "none was cut"
+    heard = listener(game)
+    for prompt, response, _, _, turns in every:
+        sampled = [token for said in turns for token in said]
+        assert heard(Row(prompt, sampled, 0.0, [], True)).response == response
+    decode = partial(build_tokenizer().decode, skip_special_tokens=True)
+    for rows, scores in zip(seen["rows"], seen["scores"], strict=True):
+        for row, (*_, turns) in rows.items():
+            due_score = 0.05 * len(decode(turns[-1])) - 0.125 * 2 * len(turns)
+            assert scores[row] == pytest.approx(due_score)
+    lines = seen["lines"][:STEPS]
+    assert all(line["env/failures"] == 0 for line in lines)
+    if not window:
+        told = [said[-1] in ENDS for *_, turns in every for said in turns]
+        assert sum(line["env/turns"] for line in lines) == sum(told)
+    else:
+        assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
+
+
+def test_a_run_that_stops_in_the_middle_of_dialogues_goes_on_elsewhere(tmp_path):
+    """With windows, under another placement; held-out rows are played, too."""
+    argv = ["--data.task=guess", "--rollout.window=5", "--rollout.batch-size=6"]
+    argv += ["--rollout.max-new-tokens=30", "--rollout.temperature=2", "--policy.path", "tiny"]
+    argv += ["--checkpoint.every=3", "--data.validation-rows=4", "--log.validate-every=3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=6", f"--run-dir={whole}"])
+    run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=3", f"--run-dir={cut}"])
+    state = json.loads((cut / "checkpoints" / "step_000003" / "actor" / "state.json").read_text())
+    packed = [b64decode(row) for _, row, _ in state["open"]]
+    held = unpack_rows(tensor_of(packed, torch.int32))
+    assert any(row.turns and row.turns[0][1] for row in held), "no row is open after an answer"
+    run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=6", f"--run-dir={cut}"])
+    for role in ("actor", "critic"):
+        assert_same(figures(cut, role), figures(whole, role))
+    for step in (0, 3, 6):
+        name = Path("validation") / f"step_{step:06d}.jsonl"
+        rows = [[*map(json.loads, (run / name).read_text().splitlines())] for run in (whole, cut)]
+        assert len(rows[0]) == 4
+        assert rows[0] == rows[1]
