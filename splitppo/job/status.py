@@ -100,6 +100,10 @@ class Status:
             # the store ended with the process that held it, which reports its own failure
             return False
 
+    def has_failure(self) -> bool:
+        """Whether a rank has reported a failure."""
+        return self.store.check(["failed"])
+
     def _is_first(self, key: str) -> bool:
         return self.store.compare_set(key, "", str(self.rank)).decode() == str(self.rank)
 

@@ -240,6 +240,8 @@ class Run:
         if self.config.placement.barrier:
             with log.span("wait_barrier"):
                 self.runtime.barrier(f"barrier of step {step}")
+        if log.screen:  # a failure's cause is to stay the last on it
+            log.screen.silent = self.runtime.status.has_failure()
         log.finish(step, metrics | (self.links.wire.spent() if self.links else {}))
         self.savers[role].commit(step)
         updates = len(metrics.get("optimizer_steps", ()))

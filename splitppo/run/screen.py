@@ -127,6 +127,7 @@ class Screen:
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
         self.since = PAUSE  # seconds since the last line
         self.lines = 0
+        self.silent = False
         self.samples: Sequence[Mapping[str, Any]] = ()
         self.bar = tqdm(
             total=steps,
@@ -143,6 +144,8 @@ class Screen:
         """A step has ended: it took so many seconds, of which so many in each span. Prints its
         line, if one is due. The first and the last step have one, and those with a validation or
         skipped updates."""
+        if self.silent:
+            return
         self.times.append(took)
         self.since += took
         head = f"{f'[{self.role}]':<8} step {step:>{len(str(self.steps))}}/{self.steps}"

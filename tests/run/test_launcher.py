@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from runs import names
@@ -22,7 +22,9 @@ from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 from splitppo.job.signals import RESUMABLE
 from splitppo.run.launcher import FLAGS, split
+from splitppo.run.life import Run
 from splitppo.run.metrics import ColumnLog
+from splitppo.run.screen import PAUSE
 
 TRAIN = [
     "train",
@@ -78,7 +80,19 @@ def fail() -> None:
 
 
 def failing() -> None:
+    """The actor ends the step right after the critic's cause is on the screen."""
     in_step_3(fail)
+    finish = Run.finish
+
+    def late(self: Run, role: Any, step: int, metrics: dict[str, Any]) -> None:
+        if (role, step, os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("actor", 3, "0"):
+            while not self.runtime.status.has_failure():
+                time.sleep(0.01)
+            time.sleep(0.05)
+            cast(Any, self.logs["actor"].screen).since = PAUSE  # a line is due
+        finish(self, role, step, metrics)
+
+    Run.finish = late
 
 
 def killed() -> None:
