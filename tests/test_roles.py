@@ -379,7 +379,7 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     done: list[Any] = []
     run: Any = object.__new__(Run)
     log = SimpleNamespace(
-        first=False, finish=lambda step, metrics: done.append(("line", step, metrics))
+        screen=None, first=False, finish=lambda step, metrics: done.append(("line", step, metrics))
     )
     run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
     run.links = SimpleNamespace(wire=wire)
