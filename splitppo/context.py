@@ -1,9 +1,10 @@
 """What both roles know of a run, and the metrics that they have in common."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from splitppo.config import Config
@@ -47,6 +48,48 @@ class Context:
         messages = partial(dialogue, prompt, episode, self.decode, self.read)
         return prompt, self.decode(episode.said), messages
 
+    def record(
+        self,
+        step: int,
+        prompt: Prompt,
+        episode: Episode,
+        score: float,
+        tokens: Mapping[str, Sequence[Any]] | None = None,
+    ) -> dict[str, Any]:
+        """A scored row as it is written to the run's folder. Its `question`: of a chat, what the
+        user said last. `tokens`: of `token_figures`. With environments `turns` are the dialogue's
+        messages; the policy's have the `reward` of their turn and, if there are values, the `value`
+        of its first token."""
+        asked = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
+        found = {
+            "step": step,
+            "row": episode.row,
+            "question": asked[-1] if asked else prompt.text,
+            "response": self.decode(episode.response),
+            "ground_truth": prompt.ground_truth,
+            "score": round(score, 6),
+            "end": episode.end,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+        }
+        if self.config.has_env:
+            found["turns"] = dialogue(prompt, episode, self.decode, self.read)
+            said = [message for message in found["turns"] if message["role"] == "assistant"]
+            spans = [len(ids) + len(answer) for ids, answer in episode.turns]
+            rewards = (
+                Rollout([episode]).turn_rewards().split([len(ids) for ids, _ in episode.turns])
+            )
+            values = (tokens or {}).get("value")
+            # the prompt may have an assistant's messages, too
+            own = said[len(said) - len(spans) :]
+            for message, end, span, part in zip(
+                own, accumulate(spans), spans, rewards, strict=True
+            ):
+                message["reward"] = round(float(part.sum()), 6)
+                if values:
+                    message["value"] = values[end - span]
+        return found | ({"tokens": tokens} if tokens else {})
+
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses
         in turn, or the prompts, if these have fewer responses."""
@@ -63,25 +106,6 @@ class Context:
         masked = self.config.ppo.mask_truncated
         rows = [e.row for e in rollout.episodes if not (masked and e.end in ("limit", "failed"))]
         return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
-
-
-def record(
-    step: int, row: int, score: float, prompt: Prompt, response: str, end: str | None
-) -> dict[str, Any]:
-    """A scored row as it is written to the run's folder. Its `question`: of a chat, what the user
-    said last."""
-    asked = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
-    return {
-        "step": step,
-        "row": row,
-        "question": asked[-1] if asked else prompt.text,
-        "response": response,
-        "ground_truth": prompt.ground_truth,
-        "score": round(score, 6),
-        "end": end,
-        "data_source": prompt.data_source,
-        "prompt": prompt.text,
-    }
 
 
 def learning_metrics(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.context import Context, learning_metrics, record
+from splitppo.context import Context, learning_metrics
 from splitppo.job.collectives import Group
 from splitppo.learner import Learner, start_at_mean
 from splitppo.models.batching import MicroBatch, dummy_rollout
@@ -340,14 +340,13 @@ class Critic:
     def samples(self, step: int, scored: ScoredRows, found: Estimate) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
         calls it in a thread."""
-        prompt = self.context.prompt
-        decode = self.context.decode
-        tokens = token_figures(scored.rollout, found.figures, decode)
-        rows = zip(scored.rollout.episodes, scored.totals.tolist(), tokens, strict=True)
-        kept = islice(rows, self.context.config.log.samples)
+        context = self.context
+        episodes = scored.rollout.episodes
+        tokens = token_figures(scored.rollout, found.figures, context.decode)
+        rows = zip(episodes, scored.totals.tolist(), tokens, strict=True)
         return [
-            record(step, s.row, x, prompt(s.row), decode(s.response), s.end) | {"tokens": t}
-            for s, x, t in kept
+            context.record(step, context.prompt(episode.row), episode, score, figures)
+            for episode, score, figures in islice(rows, context.config.log.samples)
         ]
 
     def _objective(

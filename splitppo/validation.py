@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from splitppo.context import Context, record
+from splitppo.context import Context
 from splitppo.engine import RolloutEngine, row_seed
 from splitppo.envs.player import Player
 from splitppo.job.collectives import Group
@@ -86,18 +86,15 @@ class Validator:
                     )
                 )
                 failures += [(episode.row, failure) for failure in scored.failures]
-                if episode.row < FILE_ROWS:  # without prompts, which every rank has
-                    shown = self.context.decode(episode.response)
-                    written.append((episode.row, shown, score, episode.end))
+                if episode.row < FILE_ROWS:
+                    prompt = prompts[episode.row // n]
+                    told = self.context.record(step, prompt, episode, score)
+                    written.append(told | {"sample": episode.row % n})
         failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
-            rows = sorted(row for _, part, _ in gathered for row in part)
-            lines = [
-                record(step, row, score, prompts[row // n], text, end)
-                for row, text, score, end in rows
-            ]
-            self.write(step, [line | {"sample": line["row"] % n} for line in lines])
+            rows = (row for _, part, _ in gathered for row in part)
+            self.write(step, sorted(rows, key=lambda row: row["row"]))
             say_failures(
                 f"[actor] step {step}, held-out rows, ",
                 [failure for *_, part in gathered for failure in part],

@@ -4,6 +4,7 @@ scorer, its files."""
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -15,14 +16,13 @@ from typing import Any, cast
 import pytest
 from ranks import run_threads
 
-from splitppo import context
-from splitppo.config import Config, LogConfig, RolloutConfig
+from splitppo.config import Config, EnvConfig, LogConfig, RolloutConfig
 from splitppo.context import Context
 from splitppo.engine import Piece, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Failure, Scored
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
-from splitppo.rollout import Prompt
+from splitppo.rollout import Episode, Prompt, Segment, episode_of
 from splitppo.run.files import shown, table, write_rows
 from splitppo.validation import Validator
 
@@ -365,8 +365,42 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
     assert json.loads((tmp_path / "step_000003.jsonl").read_text()) == {"ground_truth": "1.50"}
 
 
+def writer(said: str, config: Config | None = None) -> Context:
+    """What writes rows of which a policy said this."""
+    return Context(
+        config or Config(), cast(Any, None), (), lambda ids: said if len(ids) else "", 10
+    )
+
+
+def test_a_dialogue_is_written_with_what_each_turn_was_worth():
+    def sampled(ids: list[int], reward: float) -> Segment:
+        return Segment(array("i", ids), array("f", [0.0] * len(ids)), 1, reward)
+
+    # two stretches of one turn, an answer of two tokens, and the last turn
+    answer = Segment(array("i", [9, 9]), None)
+    parts = (sampled([4], 0.0), sampled([5, 6], 0.25), answer, sampled([7, 8], 0.5))
+    row = Episode(3, array("i", [1]), parts, "environment")
+    prompt = held_out(1)[0]
+    asked = [{"role": "user", "content": "ask 0"}, {"role": "assistant", "content": "of before"}]
+    context = replace(
+        writer("said", Config(env=EnvConfig(path="guess"))),
+        read=lambda ids: [{"role": "user", "content": f"{len(ids)} tokens"}],
+    )
+    values = {"value": [0.1, 0.2, 0.3, None, None, 0.4, 0.5]}
+    prompt = replace(prompt, messages=asked, tokens=[1])
+    told = context.record(5, prompt, row, 0.75, values)
+    assert told["turns"] == [
+        *asked,
+        {"role": "assistant", "content": "said", "reward": 0.25, "value": 0.1},
+        {"role": "user", "content": "2 tokens"},
+        {"role": "assistant", "content": "said", "reward": 0.5, "value": 0.4},
+    ]
+    assert "value" not in context.record(5, prompt, row, 0.75)["turns"][2]
+    assert "turns" not in writer("said").record(5, prompt, row, 0.75)
+
+
 def test_a_score_is_written_to_six_places():
-    record = context.record(5, 3, 2 / 3, held_out(1)[0], "said", "eos")
+    record = writer("said").record(5, held_out(1)[0], episode_of(3, [1], [2]), 2 / 3)
     assert (record["score"], record["row"], record["prompt"]) == (0.666667, 3, "ask 0")
 
 
@@ -380,12 +414,11 @@ def test_the_question_of_a_chat_is_what_the_user_said_last():
     ]
     messages = [{"role": role, "content": content} for role, content in said]
     chat = Prompt("<|user|>12+7?<|end|>", [1], "here", "19", {}, messages)
-    row = context.record(3, 2, 1.0, chat, "19", "eos")
+    ended = episode_of(2, [1], [2])
+    row = writer("19").record(3, chat, ended, 1.0)
     assert (row["question"], row["prompt"]) == ("12+7?", "<|user|>12+7?<|end|>")
-    assert (
-        context.record(3, 2, 1.0, replace(chat, messages=None), "19", "eos")["question"]
-        == "<|user|>12+7?<|end|>"
-    )
+    plain = writer("19").record(3, replace(chat, messages=None), ended, 1.0)
+    assert plain["question"] == "<|user|>12+7?<|end|>"
     shown_row = {
         "step": 3,
         "row": 2,
@@ -394,7 +427,10 @@ def test_the_question_of_a_chat_is_what_the_user_said_last():
         "ground_truth": "19",
         "score": 1.0,
     }
-    assert shown(row | {"tokens": {}}) == shown_row | {"end": "eos", "data_source": "here"}
+    assert shown(row | {"tokens": {}, "turns": []}) == shown_row | {
+        "end": "eos",
+        "data_source": "here",
+    }
     assert shown({"step": 3, "prompt": "of an older version"}) == {
         "step": 3,
         "prompt": "of an older version",

@@ -25,6 +25,7 @@ from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
 PAUSE = 1.0  # seconds between two lines of a role, at least
+SHOWN_TURNS = 6  # messages of a dialogue that the screen shows
 SAMPLE_LINES = 10  # lines from one sample to the next
 # figures of a role's line: name on the screen, metric, decimals, columns (six where it may be
 # negative)
@@ -196,12 +197,25 @@ class Screen:
 
 
 def _shown(sample: Mapping[str, Any]) -> list[str]:
-    """A question and its answer, a line each."""
+    """A question and its answer, a line each; a dialogue's last messages, with what each turn of
+    the policy got and what the value model thought before it."""
     score = f"  (score {sample['score']:g})"
+    lines = [("question", str(sample["question"]), "")]
+    if turns := sample.get("turns"):
+        lines = [(turn["role"], turn["content"], _worth(turn)) for turn in turns[-SHOWN_TURNS:]]
+        lines.append(("ended by", f"{sample['end']}", score))
+    else:
+        lines.append(("answer", sample["response"], score))
     return [
-        f"[critic] question  {cut(str(sample['question']), WIDTH - 19)}",
-        f"[critic] answer    {cut(sample['response'], WIDTH - 19 - len(score))}{score}",
+        f"[critic] {head:<10}{cut(text, WIDTH - 19 - len(note))}{note}"
+        for head, text, note in lines
     ]
+
+
+def _worth(turn: Mapping[str, Any]) -> str:
+    """Reward and value of a turn, if it is the policy's."""
+    figures = [f"{name} {turn[name]:.3g}" for name in ("value", "reward") if name in turn]
+    return f"  ({', '.join(figures)})" if figures else ""
 
 
 def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[str] = ()) -> str:

@@ -120,6 +120,28 @@ def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
     assert lines[2].endswith("7777  (score 0.25)")
     assert lines[14].endswith("(score 1)")
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_dialogue_is_shown_turn_by_turn(capsys) -> None:
+    screen = Screen("critic", 0, 50)
+    said = [
+        {"role": "user", "content": f"is it {n}?"} if n % 2
+        else {"role": "assistant", "content": str(n), "reward": 0.5, "value": 0.25}
+        for n in range(8)
+    ]  # fmt: skip
+    sample = {"question": "q", "response": "r", "score": 1.5, "end": "environment", "turns": said}
+    screen.samples = [sample]
+    screen.step(1, 2.0, {}, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "[critic] assistant 2  (value 0.25, reward 0.5)",
+        "[critic] user      is it 3?",
+    ]
+    assert lines[-1] == "[critic] ended by  environment  (score 1.5)"
+    assert len(lines) == 8
+
+
+def test_a_text_is_cut_by_the_columns_it_takes() -> None:
     wide = cut("\u6c34" * 200, 100)
     assert 90 <= len(wide) + wide.count("\u6c34") <= 100
     assert cut("12345678901234567890", 20) == "12345678901234567890"
