@@ -130,9 +130,12 @@ def listener(game: Path) -> Callable[[Row], Row]:
         (1, {}),
         (2, {"placement__actor": 1}),
         (3, {"placement__actor": 2}),
+        (4, {"placement__actor": 1}),
+        (2, {"placement__mode": "colocated"}),
         (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+        (3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
     ],
-    ids=["colocated", "1+1", "2+1", "a set of two"],
+    ids=["one rank", "1+1", "2+1", "1+3", "colocated", "a set of two", "a set of two, and 1"],
 )
 @pytest.mark.parametrize("window", [0, 5])
 def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
