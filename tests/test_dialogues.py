@@ -2,6 +2,7 @@
 environments by itself."""
 
 import json
+import shutil
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +15,11 @@ import torch
 from ranks import run_ranks
 from reference_ppo import Row
 from runs import assert_same, figures, main_rank
-from test_flagship import BATCH, STEPS, compare, inputs, reference, run
+from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run
 
 from splitppo.envs import Message
 from splitppo.models.tiny import build_tokenizer
-from splitppo.rollout import tensor_of, unpack_rows
+from splitppo.rollout import Episode, tensor_of, unpack_rows
 
 __all__ = ["inputs"]  # the fixture
 
@@ -43,6 +44,9 @@ OLD = {"old_logprobs": "engine"}
 # By the first digit of the prompt: the same answers always; answers and rewards that depend on what
 # was said; rows that go on until they are cut, most in the middle of a turn.
 ENV = """
+import asyncio
+import random
+import time
 from splitppo.envs import Message, Turn
 
 class Env:
@@ -60,10 +64,24 @@ class Env:
             return Turn([Message("user", "so?\\n")], done=self.turns == 3)
         reward = 0.125 * len(said) - 0.25 * self.turns
         cut = self.kind == 2 and len(said) == 1
-        return Turn([Message("user", said[::-1] + "?")], reward, len(said) == 3, cut)
+        heard = {"heard": 0.1 * len(said)}
+        return Turn([Message("user", said[::-1] + "?")], reward, len(said) == 3, cut, heard)
 
     def close(self):
         pass
+
+def delay():
+    return random.SystemRandom().random() * 0.03
+
+class Slow(Env):
+    def step(self, message):
+        time.sleep(delay())
+        return super().step(message)
+
+class Async(Env):
+    async def step(self, message):
+        await asyncio.sleep(delay())
+        return super().step(message)
 """
 
 REWARD = """
@@ -130,9 +148,12 @@ def listener(game: Path) -> Callable[[Row], Row]:
         (1, {}),
         (2, {"placement__actor": 1}),
         (3, {"placement__actor": 2}),
+        (4, {"placement__actor": 1}),
+        (2, {"placement__mode": "colocated"}),
         (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
+        (3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
     ],
-    ids=["colocated", "1+1", "2+1", "a set of two"],
+    ids=["one rank", "1+1", "2+1", "1+3", "colocated", "a set of two", "a set of two, and 1"],
 )
 @pytest.mark.parametrize("window", [0, 5])
 def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
@@ -163,6 +184,46 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
         assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
 
 
+def opened(run: Path) -> list[Episode]:
+    """The open rows of a run's checkpoint after step 3."""
+    state = json.loads((run / "checkpoints" / "step_000003" / "actor" / "state.json").read_text())
+    packed = [b64decode(row) for _, row, _ in state["open"]]
+    return unpack_rows(tensor_of(packed, torch.int32))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_neither_workers_nor_delays_nor_stops_change_a_bit(game, tmp_path, window):
+    """An engine and micro-batches of one row: which rows come together decides how sums are
+    rounded. Under another placement figures are the same but for that."""
+    changes = {name.replace("__", "."): value for name, value in LIMITS.items()}
+    changes |= {"rollout.window": window, "ppo.old-logprobs": "engine" if window else "trainer"}
+    changes |= {"engine.max-rows": 1, "compute.micro-batch-tokens": 1, "rollout.chunks": 1}
+    changes |= {"rollout.batch-size": 12, "rollout.max-new-tokens": 20, "ppo.epochs": 1}
+
+    def trained(name: str, env: str, steps: int, *, world: int = 1, **more: Any) -> list[Any]:
+        own = {"env.path": f"{game / 'env.py'}:{env}", "steps": steps}
+        own |= {flag.replace("__", "."): value for flag, value in more.items()}
+        argv = flags(game, tmp_path / name, changes | own)
+        run_ranks(world, main_rank, [word for word in argv if word != "--checkpoint.no-last"])
+        return [figures(tmp_path / name, role) for role in ("actor", "critic")]
+
+    changes["checkpoint.every"] = 3
+    steps = 5 if window else 2
+    due = trained("due", "Env", steps, reward__workers=1)
+    assert trained("slow", "Slow", steps, reward__workers=4) == due
+    if not window:
+        return
+    trained("cut", "Slow", 3)
+    held = opened(tmp_path / "cut")
+    assert any(row.awaits for row in held), "no row waits for an answer"
+    assert any(len(row.turns) > 1 and not row.awaits for row in held), "none is within a turn"
+    shutil.copytree(tmp_path / "cut", tmp_path / "elsewhere")
+    assert trained("cut", "Async", steps) == due
+    elsewhere = trained("elsewhere", "Slow", steps, world=3, placement__actor=2)
+    for got, figure in zip(elsewhere, due, strict=True):
+        assert_same(got, figure)
+
+
 def test_a_run_that_stops_in_the_middle_of_dialogues_goes_on_elsewhere(tmp_path):
     """With windows, under another placement; held-out rows are played, too."""
     argv = ["--data.task=guess", "--rollout.window=5", "--rollout.batch-size=6"]
@@ -171,9 +232,7 @@ def test_a_run_that_stops_in_the_middle_of_dialogues_goes_on_elsewhere(tmp_path)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=6", f"--run-dir={whole}"])
     run_ranks(2, main_rank, [*argv, "--placement.actor=1", "--steps=3", f"--run-dir={cut}"])
-    state = json.loads((cut / "checkpoints" / "step_000003" / "actor" / "state.json").read_text())
-    packed = [b64decode(row) for _, row, _ in state["open"]]
-    held = unpack_rows(tensor_of(packed, torch.int32))
+    held = opened(cut)
     assert any(row.turns and row.turns[0][1] for row in held), "no row is open after an answer"
     run_ranks(3, main_rank, [*argv, "--placement.actor=2", "--steps=6", f"--run-dir={cut}"])
     for role in ("actor", "critic"):

@@ -2,6 +2,7 @@
 log-probs, values, losses and gradients. And the turns are one sequence in time: GAE passes over
 what the environment said."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -326,6 +327,86 @@ def test_gae_goes_over_the_response_tokens_in_sequence():
         ((advantages, returns),) = run_threads(1, advantages_of, samples, scores)
         assert advantages == pytest.approx(due, abs=1e-6)
         assert returns == pytest.approx([a + v for a, v in zip(due, VALUES, strict=True)], abs=1e-6)
+
+
+def drawn(tokens: int) -> list[Tensor]:
+    """Values, old and reference log-probs of response tokens."""
+    return [*torch.randn(3, tokens, generator=torch.Generator().manual_seed(2))]
+
+
+def of_rows(group: Group, rows: list[Episode], lam: Any) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of all response tokens; row r has the score r."""
+    ppo = PPOConfig(
+        gamma=GAMMA, lam=lam, lam_alpha=0.4, kl_coef=KL_COEF, kl_kind="k1", whiten=False
+    )
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(rows)), env=EnvConfig(path="e:E"))
+    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+    rollout = Rollout(rows)
+    values, old, ref = drawn(rollout.tokens)
+    scored = ScoredRows(rollout, [values], torch.arange(float(len(rows))), {}, [])
+    found = Critic(context, group, [learner], cast(Any, None), None).advantages(
+        1, scored, [old, ref]
+    )
+    return found.advantages, found.returns
+
+
+@pytest.mark.parametrize("lam", [LAM, "adaptive"])
+def test_gae_is_a_loop_over_the_whole_row_with_its_observations(lam):
+    """And longer observations change no bit."""
+    rows = []
+    for row in with_turns():
+        segments = [
+            segment._replace(reward=0.0 if segment.logprobs is None else 0.5 * number - row.row)
+            for number, segment in enumerate(row.segments)
+        ]
+        rows.append(replace(row, segments=tuple(segments)))
+    values, old, ref = (iter(part.tolist()) for part in drawn(Rollout(rows).tokens))
+    due = []
+    for row in rows:
+        own = [(next(values), next(old), next(ref)) for _ in range(row.tokens)]
+        steps: list[Any] = []  # of each id of the response: value and reward, or None: observed
+        for segment in row.segments:
+            if segment.logprobs is None:
+                steps += [None] * len(segment.ids)
+                continue
+            mine = own[: len(segment.ids)]
+            own = own[len(segment.ids) :]
+            steps += [[value, -KL_COEF * (log_p - log_ref)] for value, log_p, log_ref in mine]
+            steps[-1][1] += segment.reward
+        assert len(steps) == len(row.response)
+        last = max(at for at, step in enumerate(steps) if step)
+        steps[last][1] += row.row  # the score
+        factor = max(0.0, 1 - 1 / (0.4 * row.tokens)) if lam == "adaptive" else lam
+        advantage = after = 0.0
+        line = []
+        for step in reversed(steps):
+            if step is None:
+                continue
+            value, reward = step
+            advantage = reward + GAMMA * after - value + GAMMA * factor * advantage
+            line.append((advantage, advantage + value))
+            after = value
+        due += line[::-1]
+    ((advantages, returns),) = run_threads(1, of_rows, rows, lam)
+    assert list(zip(advantages.tolist(), returns.tolist(), strict=True)) == [
+        pytest.approx(pair, abs=1e-5) for pair in due
+    ]
+    ten = array("i", [7] * 10)
+    longer = [
+        replace(
+            row,
+            segments=tuple(
+                s._replace(ids=s.ids + ten) if s.logprobs is None else s for s in row.segments
+            ),
+        )
+        for row in rows
+    ]
+    assert max(row.total for row in longer) > max(row.total for row in rows) + 9
+    for one, two in zip(
+        run_threads(1, of_rows, longer, lam)[0], (advantages, returns), strict=True
+    ):
+        assert torch.equal(one, two)
 
 
 def rewarded(group: Group, reward: RewardConfig) -> list[list[float]]:

@@ -97,15 +97,15 @@ class Player:
 
     Attributes:
         failures: (row, failure) of the rows that failed.
-        metrics: sums over the turns that were answered, by name; `turns` is their number, `seconds`
-            what environments took.
+        metrics: of the turns that were answered, by name; `turns` is 1 for each, `seconds` what
+            its environment took.
     """
 
     def __init__(
         self, pool: EnvPool, turns: Turns, read: CallReader, config: Config, number: int = 0
     ):
         self.failures: list[tuple[int, Failure]] = []
-        self.metrics = defaultdict[str, float](float)
+        self.metrics = defaultdict[str, list[float]](list)
         self._numbers = itertools.count(number, 2)
         self._pool = pool
         self._turns = turns
@@ -159,7 +159,7 @@ class Player:
                     self._early.append(arrived)
                     continue
                 del self._waiting[row.row]
-                self.metrics["seconds"] += seconds
+                self.metrics["seconds"].append(seconds)
                 found.append(make(row, future.result()))
         return found
 
@@ -181,9 +181,10 @@ class Player:
         self._early = []
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Metrics and failures since the last call."""
-        found = self.metrics, self.failures
-        self.metrics = defaultdict(float)
+        """Sums of the metrics, and failures, since the last call."""
+        # exact: they do not depend on the order in which answers came
+        found = {name: math.fsum(part) for name, part in self.metrics.items()}, self.failures
+        self.metrics = defaultdict(list)
         self.failures = []
         return found
 
@@ -232,7 +233,7 @@ class Player:
             self.failures.append((row.row, said))
             return Reply(row.row, array(IDS), reward=self._failed_score, end="failed")
         for name, number in {"turns": 1, **said.metrics}.items():
-            self.metrics[name] += number
+            self.metrics[name].append(number)
         reward = array(LOGPROBS, [said.reward])[0]  # as a message holds it
         if said.done and not said.truncated:
             return Reply(row.row, array(IDS), reward=reward, end="environment")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -202,8 +202,8 @@ def start_vllm(
         max_rows=max_rows,
         max_tokens=1024,
         kv_bytes=2**27,
-        eos=(EOS, OTHER_EOS),
-        vocabulary=VOCAB,
+        eos=(cast(int, tokenizer.eos_token_id), *cast(Any, config.eos_token_id)),
+        vocabulary=len(tokenizer),
         device="cuda" if GPUS else "cpu",
         threads=1,
     )
