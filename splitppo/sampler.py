@@ -298,12 +298,16 @@ class _Decoding:
 
     def _start(self, rows: Sequence[Episode]) -> None:
         """Asks for tokens of the rows that need not hear from their environments first."""
-        if self.player:
-            for row in rows:
-                env_seed = row_seed(self.seed, row.row, ENV_NOISE)
-                if self.player.enter(row, self.sampler.prompt(row.row), env_seed):
-                    self.waiting[row.row] = row
-        self.engine.submit([self._ask(row) for row in rows if row.row not in self.waiting])
+        self.engine.submit([self._ask(row) for row in rows if not self._waits(row)])
+
+    def _waits(self, row: Episode) -> bool:
+        """Has the row's environment hear the row. Returns whether the row waits for a reply."""
+        if not self.player:
+            return False
+        env_seed = row_seed(self.seed, row.row, ENV_NOISE)
+        waits = self.player.ask(row, self.sampler.prompt(row.row), env_seed)
+        self.waiting |= {row.row: row} if waits else {}
+        return waits
 
     def _ask(self, row: Episode) -> Ask:
         self.asked[row.row] = row
@@ -323,23 +327,14 @@ class _Decoding:
         elif not self.player or piece.end == "limit":
             yield self._stop(replace(row, end=piece.end))
         else:
-            row = _longer(row, Segment(array(IDS), None, self.step))
-            self.player.step(row)
-            if self._budget(row):
-                self.waiting[row.row] = row
-            else:
-                yield row
+            self._waits(_longer(row, Segment(array(IDS), None, self.step)))
+            if not self._budget(row):  # it is answered while the others train
+                yield self.waiting.pop(row.row)
 
     def _answer(self, reply: Reply) -> Iterator[Episode]:
         """Appends what an environment said. Yields the row if it stops."""
         row = self.waiting.pop(reply.row)
-        if (
-            self.player and reply.begins and row.awaits
-        ):  # its turns were played again, but for the last
-            self.waiting[row.row] = row
-            self.player.step(row)
-            return
-        row = replace(row, prompt=reply.ids) if reply.begins else self._answered(row, reply)
+        row = self._answered(row, reply) if row.awaits else replace(row, prompt=reply.ids)
         if row.end:
             yield self._stop(row)
         else:

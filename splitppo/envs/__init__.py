@@ -109,9 +109,9 @@ def load_env(named: str, setting: str = "env.path") -> EnvFactory:
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """The messages that an environment returned, each a `Message` or a dict of its fields. Raises
-    TypeError if they are none."""
-    given = messages if isinstance(messages, list | tuple) else [messages]
+    """The messages that an environment returned, each a `Message` or a dict of its fields; None:
+    none. Raises TypeError if they are no messages."""
+    given = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
     found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
     for message in found:
         text = isinstance(message, Message) and isinstance(message.content, str)

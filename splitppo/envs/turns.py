@@ -9,25 +9,17 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate, zip_longest
+from typing import Any
 
 from splitppo.data.prompts import ends_texts
 from splitppo.envs import Message
 from splitppo.errors import UserError, one_line
 
-Rewritten = Literal["refuse", "keep"]
 SPOKEN = "sampled-by-the-policy"  # the placeholder
 ASKED = {"role": "user", "content": "asked"}
 SAID = {"role": "assistant", "content": SPOKEN}
 CUT = "\n[cut]"  # stands behind an answer that was too long
-
-
-class Observation(NamedTuple):
-    """What the policy reads between two turns."""
-
-    ids: list[int]
-    cut: bool  # whether a message was shortened
 
 
 class Turns:
@@ -56,6 +48,7 @@ class Turns:
         self.arguments = dict(arguments or {})
         self.instructions = ""
         self.notes: list[str] = []
+        self._roles: list[str] = []
         if not tokenizer.chat_template:
             if tools:
                 raise UserError(
@@ -71,7 +64,8 @@ class Turns:
                 "the chat template does not read tools: their schemas stand in the system message"
             )
         self._takes_system = self._shows([], "system", [ASKED])
-        self._takes_tool = self._shows([ASKED, SAID], "tool", [])
+        roles = ("tool", "user", "system")
+        self._roles = [role for role in roles if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
@@ -92,14 +86,11 @@ class Turns:
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
-    ) -> Observation:
+    ) -> list[int]:
         """The ids between a turn and the next. `sampled` is the turn: the token that ends it may be
         among them (then it is not repeated; the line end that a template puts behind it comes
         first) or not (a stop string ended it: the template's end of a turn comes first). The
         longest texts are cut until there are at most `limit` ids, or nothing of them is left."""
-        ids = self._between(messages, sampled)
-        if limit is None or len(ids) <= limit:
-            return Observation(ids, False)
 
         def shortened(size: int) -> list[int]:
             short = [
@@ -110,26 +101,27 @@ class Turns:
             ]
             return self._between(short, sampled)
 
-        sizes = range(max(len(message.content) for message in messages))
-        fitting = bisect_right(sizes, limit, key=lambda size: len(shortened(size)))
-        return Observation(shortened(max(fitting - 1, 0)), True)
+        longest = max((len(message.content) for message in messages), default=0)
+        ids = shortened(longest)
+        if limit is None or len(ids) <= limit:
+            return ids
+        fitting = bisect_right(range(longest), limit, key=lambda size: len(shortened(size)))
+        return shortened(max(fitting - 1, 0))
 
     def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """The messages whose ids these are, as `observation` made them: one of each text that the
         template frames as it does those of a role. Ids that it does not frame so are a user's
         message."""
         text = self.tokenizer.decode(list(ids))
-        roles = ["tool", "user", "system"] if self.tokenizer.chat_template else []
-        for role in roles[not self._takes_tool :] if roles else ():
+        for role in self._roles:
             one = Message(role, SPOKEN, name="tool")
-            tails = ["", ""]
-            with suppress(UserError):  # no such role here, or no two messages of it
-                tails[0] = self._tail([one])
-                tails[1] = self._tail([one, one])
-            head, _, foot = tails[0].partition(SPOKEN)
-            between = tails[1].removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
+            head, _, foot = self._tail([one]).partition(SPOKEN)
             _, found, rest = text.partition(head.removeprefix(self.tokenizer.decode(self._end)))
             if found and foot and rest.endswith(foot):
+                two = ""
+                with suppress(UserError):  # no two messages of the role
+                    two = self._tail([one, one])
+                between = two.removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
                 content = rest.removesuffix(foot)
                 texts = content.split(between) if between else [content]
                 return [{"role": role, "content": part} for part in texts]
@@ -137,7 +129,7 @@ class Turns:
         return [{"role": "user", "content": shown}]
 
     def check(
-        self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: Rewritten = "refuse"
+        self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
     ) -> None:
         """Renders a dialogue that begins with a row's prompt, with two turns that think and two
         answers of a `role`. Raises UserError if the template refuses it, or renders a message in
@@ -158,8 +150,8 @@ class Turns:
             kept = "".join(parts)
             if whole == kept or rewritten == "keep":
                 continue
-            pairs = enumerate(zip(whole, kept, strict=False))
-            same = next((i for i, (a, b) in pairs if a != b), min(len(whole), len(kept)))
+            pairs = enumerate(zip_longest(whole, kept))
+            same = next(i for i, (a, b) in pairs if a != b)
             part = min(bisect_right([*accumulate(map(len, parts))], same), len(parts) - 1)
             at = part + len(roles) - len(parts)
             raise UserError(
@@ -220,7 +212,7 @@ class Turns:
 
     def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """An environment's messages. Tools answer as the user if the template knows no tools."""
-        if self._takes_tool or all(message.role != "tool" for message in messages):
+        if "tool" in self._roles or all(message.role != "tool" for message in messages):
             return [_plain(message) for message in messages]
         return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
 

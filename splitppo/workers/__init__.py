@@ -24,6 +24,7 @@ class Failure:
     function: str  # its short name; workers leave it empty
     kind: Literal["timeout", "error", "invalid", "crash", "memory", "replay"]
     text: str  # one line: the exception and its place, or how the process ended
+    sure: bool = True  # or another row of the process may be the cause
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,9 @@ class Work:
         if not (self.memory and isinstance(error, MemoryError)):
             return Failure("", "error", describe(error))
         text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
-        return Failure("", "memory", text)
+        return Failure("", "memory", text, sure=False)
 
-    def timed_out(self, *, blocks: bool = False) -> Failure:
-        """The failure of a call that took too long. `blocks`: an async function that blocked its
-        event loop."""
-        why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
+    def timed_out(self, why: str = "", *, sure: bool = True) -> Failure:
+        """The failure of a call that took too long."""
         text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
-        return Failure("", "timeout", text)
+        return Failure("", "timeout", text, sure)
