@@ -81,6 +81,7 @@ def main(
     """Goes into the jail and becomes the program."""
     # process 1 of a namespace gets no signal of the others there that it does not handle
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.alarm(seconds)  # ends this process, and so all
     call("prctl", 1, signal.SIGKILL)
     call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     group = os.getgid()
