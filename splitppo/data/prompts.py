@@ -113,7 +113,7 @@ def load_prompts(
     if (
         split == "train"
         and any(prompt.messages is None for prompt in prompts.values())
-        and ends_texts(tokenizer)
+        and _ends_texts(tokenizer)
     ):
         notes.append(
             f"the tokenizer ends each text in {tokenizer.eos_token}: "
@@ -189,7 +189,7 @@ def tokenize(
         texts = [prompt.text for prompt in chosen.values()]
         ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
         # a policy has nothing to say behind the end
-        end = -1 if plain and ends_texts(tokenizer) else None
+        end = -1 if plain and _ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     wrong |= {
@@ -240,7 +240,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
         )
 
 
-def ends_texts(tokenizer: Any) -> bool:
+def _ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
     ids, bare = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)

@@ -5,17 +5,12 @@ process, so this package imports neither torch nor numpy; turns.py alone belongs
 has the tokenizer.
 """
 
-import importlib
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from splitppo.errors import UserError, one_line
-from splitppo.job.loading import find_in_file
-
-BUILT_IN = {"guess": "splitppo.envs.guess:Guess"}  # that `env.path` may name
+from splitppo.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -87,25 +82,6 @@ class Env(Protocol):
 
 
 EnvFactory = Callable[[dict[str, Any], int], Env]
-
-
-def load_env(named: str, setting: str = "env.path") -> EnvFactory:
-    """The class that `path/to/file.py:Name` names, or a built-in one. Raises UserError if there is
-    none, its import fails, or it lacks a method of `Env`."""
-    if named in BUILT_IN:
-        module, _, name = BUILT_IN[named].partition(":")
-        return getattr(importlib.import_module(module), name)
-    known = f"environment; use {', '.join(BUILT_IN)}"
-    found = find_in_file(named, setting, what="environment", known=known)
-    for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
-        try:
-            inspect.signature(getattr(found, method)).bind(*range(arguments))
-        except (AttributeError, TypeError) as error:
-            raise UserError(
-                f"{setting}={named}: {method} is not an environment's ({error}); "
-                "define a class with reset(self), step(self, message) and close(self)"
-            ) from error
-    return found
 
 
 def read_messages(messages: Any) -> list[Message]:

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
@@ -20,7 +20,7 @@ from splitppo.envs.tools import CallReader, call_reader, instructions, load_tool
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
-from splitppo.workers import Failure
+from splitppo.workers import FAILING_STEPS, Failure, say_failures
 
 
 def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader]:
@@ -105,12 +105,13 @@ class Player:
 
     Attributes:
         failures: (row, failure) of the rows that failed.
-        metrics: sums over the turns that were answered, by name; `turns` is their number.
+        sums: over the turns that were answered, by name; `turns` is their number.
     """
 
     def __init__(self, pool: EnvPool, turns: Turns, read: CallReader, config: Config):
         self.failures: list[tuple[int, Failure]] = []
-        self.metrics = defaultdict[str, float](float)
+        self.sums = defaultdict[str, float](float)
+        self.failing = 0  # steps, to the last, in which no environment has answered
         self._pool = pool
         self._turns = turns
         self._read = read
@@ -155,12 +156,37 @@ class Player:
             self.end(row)
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Metrics and failures since the last call; `seconds` is what environments took."""
-        found = self.metrics | {"seconds": sum(self._seconds)}, self.failures
-        self.metrics = defaultdict(float)
+        """Sums and failures since the last call; `seconds` is what environments took."""
+        found = self.sums | {"seconds": sum(self._seconds)}, self.failures
+        self.sums = defaultdict(float)
         self.failures = []
         self._seconds = []
         return found
+
+    def metrics(self, group: Any, waited: float) -> dict[str, float]:
+        """What the environments have done since the last call, over all ranks of a `Group`, which
+        call it; `waited`: seconds in which this rank's engine had no row. The first rank prints
+        failures. Raises UserError if none has given an answer for some steps."""
+        own = (*self.take(), waited)
+        ranks = [part for parts in group.all_gather(group.gather_set(own)) for part in parts]
+        total = Counter[str]()
+        for sums, _, _ in ranks:
+            total.update(sums)
+        failed = [failure for _, failures, _ in ranks for failure in failures]
+        turns = total.pop("turns", 0)
+        if group.is_first:
+            say_failures("[actor]  ", failed, "environments")
+        self.failing = self.failing + 1 if failed and not turns else 0
+        if self.failing == FAILING_STEPS:
+            cause = failed[0][1].text
+            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
+        return {
+            "env/turns": turns,
+            "env/failures": len(failed),
+            "perf/env_s": total.pop("seconds"),
+            "perf/env_wait_s": max(waits for _, _, waits in ranks),
+            **{f"env/{name}/mean": part / turns for name, part in total.items()},
+        }
 
     def close(self) -> None:
         """Ends the workers."""
@@ -203,7 +229,7 @@ class Player:
             return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
         turn: Turn = heard[-1]
         for name, number in {"turns": 1, **turn.metrics}.items():
-            self.metrics[name] += number
+            self.sums[name] += number
         end: End | None = None
         if turn.done and not turn.truncated:
             end = "environment"

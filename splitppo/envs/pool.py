@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -10,23 +11,36 @@ from functools import partial
 from typing import Any
 
 from splitppo.config import EnvConfig
-from splitppo.envs import Env, EnvFactory, Message, load_env, read_messages, read_turn
+from splitppo.envs import Env, EnvFactory, Message, read_messages, read_turn
+from splitppo.envs.guess import Guess
 from splitppo.envs.tools import ToolEnv, load_tools
-from splitppo.errors import one_line
-from splitppo.job.loading import awaited, is_async
+from splitppo.errors import UserError, one_line
 from splitppo.workers import Failure, Work
+from splitppo.workers.loading import awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
+BUILT_IN = {"guess": Guess}  # that `env.path` may name
 MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may have of its own
 
 
 def load(env: EnvConfig) -> tuple[EnvFactory, bool]:
-    """What makes a row's environment, and whether its steps are async. Raises UserError."""
-    if env.path:
-        factory = load_env(env.path)
-        return factory, is_async(getattr(factory, "step", None))
-    tools = load_tools(env.tools, network=env.network)
-    return lambda row, seed: ToolEnv(tools, env.format_reward), any(map(is_async, tools.values()))
+    """What makes a row's environment, and whether its steps are async. Raises UserError if there is
+    no such class or tool, its import fails, or it lacks a method of `Env`."""
+    if not env.path:
+        tools = load_tools(env.tools, network=env.network)
+        asynchronous = any(map(is_async, tools.values()))
+        return lambda row, seed: ToolEnv(tools, env.format_reward), asynchronous
+    known = f"environment; use {', '.join(BUILT_IN)}"
+    found = BUILT_IN.get(env.path) or find_in_file(env.path, "env.path", "environment", known)
+    for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
+        try:
+            inspect.signature(getattr(found, method)).bind(*range(arguments))
+        except (AttributeError, TypeError) as error:
+            raise UserError(
+                f"env.path={env.path}: {method} is not an environment's ({error}); "
+                "define a class with reset(self), step(self, message) and close(self)"
+            ) from error
+    return found, is_async(found.step)
 
 
 class EnvPool(Pool):

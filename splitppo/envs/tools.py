@@ -18,7 +18,7 @@ from splitppo.envs import Call, Message, Turn
 from splitppo.envs.calculator import calculator
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
-from splitppo.job.loading import awaited, find_in_file, is_async
+from splitppo.workers.loading import awaited, find_in_file, is_async
 
 Tool = Callable[..., Any]
 # reads a turn: the ids of the row so far, and those that were sampled then
@@ -44,7 +44,7 @@ def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool
     found: dict[str, Tool] = {}
     for named in names:
         make = built_in.get(named)
-        tool = make() if make else find_in_file(named, "env.tools", what="tool", known=known)
+        tool = make() if make else find_in_file(named, "env.tools", "tool", known)
         if tool.__name__ in found:
             raise UserError(
                 f"env.tools={named}: another tool is called {tool.__name__}, too; rename one"

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from splitppo.data.prompts import ends_texts
 from splitppo.envs import Message
 from splitppo.errors import UserError, one_line
 
@@ -82,7 +81,9 @@ class Turns:
         text = self._render(self.instructed(messages))
         plain = not self.tokenizer.chat_template
         ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
-        return list(ids[:-1] if plain and ends_texts(self.tokenizer) else ids)
+        # some tokenizers end each text, and a policy has nothing to say behind the end
+        ended = plain and ids[-1:] == [self.tokenizer.eos_token_id]
+        return list(ids[:-1] if ended else ids)
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None

@@ -4,15 +4,18 @@ rank. What fails there is a `Failure` of one row, and nothing of it is left over
 A worker imports this package: no torch, no numpy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from splitppo.job.loading import describe
+from splitppo.errors import say
+from splitppo.workers.loading import describe
 
 # Makes what answers a worker's messages, from `Work.arguments`; raises UserError. It is called with
 # each message, and returns the user's result, or an awaitable of it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
+
+FAILING_STEPS = 3  # the run ends when in so many steps in a row nothing has given a result
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,19 @@ class Work:
         """The failure of a call that took too long."""
         text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
         return Failure("", "timeout", text, sure)
+
+
+def say_failures(
+    where: str, failures: Sequence[tuple[int, Failure]], what: str = "rewards"
+) -> None:
+    """Prints a step's failures, if there are any, in one line that begins with `where`: the number
+    of each function and kind, and the first of them."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for row, failure in failures:
+        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
+    if found:
+        texts = (
+            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
+            for (name, kind), rows in sorted(found.items())
+        )
+        say(f"{where}{what} that failed: {'; '.join(texts)}")

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import keep
-from splitppo.job.loading import awaited
 from splitppo.workers import Failure, Handler, Work
+from splitppo.workers.loading import awaited
 
 
 def send(connection: Connection, key: int, answer: Any) -> None:

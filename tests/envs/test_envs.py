@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from splitppo.config import EnvConfig
-from splitppo.envs import Call, Message, Turn, load_env, read_turn
+from splitppo.envs import Call, Message, Turn, read_turn
 from splitppo.envs.calculator import calculator
 from splitppo.envs.guess import Guess, best_score
 from splitppo.envs.pool import load
@@ -69,11 +69,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_environments_have_names(file: Path):
-    env = load_env(f"{file}:Echo")({"prompt": "p"}, 7)
+    env = load(EnvConfig(path=f"{file}:Echo"))[0]({"prompt": "p"}, 7)
     turn = env.step(Message("assistant", "hello"))
     assert read_turn(turn) == Turn([Message("user", "hello")], 1.0)
-    assert load_env("guess") is Guess
-    (file.parent / "broken.py").write_text("import nothing_there")
+    assert load(EnvConfig(path="guess")) == (Guess, False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_environments_have_names(file: Path):
 def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
     (file.parent / "broken.py").write_text("import nothing_there")
     with pytest.raises(UserError) as caught:
-        load_env(named.format(d=file.parent))
+        load(EnvConfig(path=named.format(d=file.parent)))
     assert message.format(d=file.parent) in str(caught.value)
 
 

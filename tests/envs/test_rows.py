@@ -130,7 +130,7 @@ def test_a_row_holds_what_was_sampled_and_what_was_answered():
         lengths = [0.1 * len(said.removesuffix("<eos>")) + 0.1 for said, _ in told(row)]
         assert row.rewards == pytest.approx(lengths)
     assert rows[0].turns[0][1] != rows[1].turns[0][1]
-    assert sampler.player.metrics["turns"] == sampler.player.metrics["heard"] == 6
+    assert sampler.player.sums["turns"] == sampler.player.sums["heard"] == 6
     begun = played(sampler_of({"turns": 1, "asks": 7}))
     assert {TOKENIZER.decode(row.prompt) for row in begun} == {"ask7:"}
 
