@@ -124,7 +124,7 @@ class Actor:
         """Tells all actor ranks which rows go on; returns, as metrics, what the first slots have
         decoded."""
         player = self.sampler.player
-        played = player.metrics(self.group, self.sampler.waited) if player else {}
+        played = player.metrics(self.group) if player else {}
         return {"slots": self.sampler.gather_open(self.group), **played}
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
@@ -220,7 +220,7 @@ class Actor:
         """Ends the engine, environments, and the processes of the validation's rewards."""
         self.engine.close()
         if self.sampler.player:
-            self.sampler.player.close()
+            self.sampler.player.pool.close()
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Context:
     ) -> tuple[Prompt, str, Callable[[], Messages]]:
         """A row as `Scorer.submit` gets it."""
         messages = partial(dialogue, prompt, episode, self.decode, self.read)
-        return prompt, self.decode(episode.said), messages
+        return prompt, self.decode(episode.turns[-1][0]), messages
 
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses

@@ -23,8 +23,8 @@ Split = Literal["train", "validation"]
 # the errors of the prompts that can't be scored
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
-# the messages of a prompt, with what the policy must know of its tools
-Instruct = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+# messages -> the text of a prompt, with what the policy must know of its tools
+Render = Callable[[list[dict[str, Any]]], str]
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
@@ -69,7 +69,7 @@ def load_prompts(
     split: Split,
     check: Check = lambda _: {},
     now: datetime | None = None,
-    instruct: Instruct = list,
+    render: Render | None = None,
 ) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
@@ -87,7 +87,7 @@ def load_prompts(
     read = [row for file in files for row in file]
     file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer, now, instruct)
+    prompts, wrong = tokenize(config, rows, tokenizer, now, render)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
         wrong |= {
@@ -148,23 +148,21 @@ def tokenize(
     rows: Mapping[int, Row],
     tokenizer: Any,
     now: datetime | None = None,
-    instruct: Instruct = list,
+    render: Render | None = None,
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none. A template that
     shows the time shows `now`, for all rows the same."""
     _check_template(config, tokenizer, now or datetime.now())
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
+    render = render or (
+        lambda messages: tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    )
     prompts: dict[int, Prompt] = {}
     wrong: dict[int, UserError] = {}
     for index, row in rows.items():
         messages = _conversation(config, row, tokenizer)
-        messages = messages and instruct(messages)
         try:
-            text: Any = (
-                row.prompt
-                if messages is None
-                else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            )
+            text: Any = row.prompt if messages is None else render(messages)
             prompts[index] = Prompt(
                 text,
                 [],
@@ -174,7 +172,8 @@ def tokenize(
                 messages,
                 column=row.prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:  # the latter two: chat_kwargs
+        # the last two: chat_kwargs
+        except (TemplateError, UserError, ValueError, TypeError) as error:
             wrong[index] = UserError(
                 f"{row.where}: the chat template refuses these messages "
                 f"({' '.join(str(error).split())}); "

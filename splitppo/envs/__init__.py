@@ -1,14 +1,21 @@
 """Environments: what answers the policy between the turns of a row, and rewards them.
 
-An environment is a class of the user's, a set of tools (tools.py), or built in. It runs in a worker
-process, so this package imports neither torch nor numpy; turns.py alone belongs to the rank, which
-has the tokenizer.
+An environment is a class of the user's, a set of tools (tools.py), or built in: one object a row,
+
+    Name(row, seed)    of a data row and a seed
+    reset()            the prompt, a list of messages; None: the row's own
+    step(message)      a Turn, the answer to an assistant's message; may be `async def`
+    close()            frees what the episode holds; called once, also after a failure
+
+What it says must follow from row, seed and messages alone: a row that goes on elsewhere is played
+again there. It runs in a worker process, so this package imports neither torch nor numpy;
+player.py and turns.py alone belong to the rank, which has the tokenizer.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from splitppo.errors import one_line
 
@@ -64,24 +71,6 @@ class Turn:
     done: bool = False
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
-
-
-class Env(Protocol):
-    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
-    from these and the messages alone: a row that goes on elsewhere is played again there."""
-
-    def reset(self) -> list[Message] | None:
-        """The prompt; None: the row's own."""
-
-    def step(self, message: Message) -> Turn | Awaitable[Turn]:
-        """Answers an assistant's message. May be `async def`."""
-        ...
-
-    def close(self) -> None:
-        """Frees what the episode holds. Called once, also after a failure."""
-
-
-EnvFactory = Callable[[dict[str, Any], int], Env]
 
 
 def read_messages(messages: Any) -> list[Message]:

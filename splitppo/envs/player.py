@@ -23,10 +23,12 @@ from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
 from splitppo.workers import FAILING_STEPS, Failure, say_failures
 
 
-def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader]:
-    """What makes tokens of an environment's messages, and a message of the policy's tokens. Raises
-    UserError if the tools or the chat template can't be used."""
+def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tuple[None, None]:
+    """What makes tokens of an environment's messages, and a message of the policy's tokens; None
+    without environments. Raises UserError if the tools or the chat template can't be used."""
     env = config.env
+    if not config.has_env:
+        return None, None
     schemas = tool_schemas(load_tools(env.tools, network=env.network))
     turns = Turns(
         tokenizer,
@@ -46,7 +48,6 @@ def rehearse(config: Config, prompt: Prompt) -> str | None:
             pool.play(0, row, config.seed, messages).result()
             for messages in ([], [Message("assistant", "")])
         )
-        pool.end(0)
     if isinstance(began, Failure):
         raise UserError(f"the environment {began.function} does not begin: {began.text}")
     if isinstance(said, Failure):
@@ -57,10 +58,10 @@ def rehearse(config: Config, prompt: Prompt) -> str | None:
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers. None without environments."""
-    if not config.has_env:
+    turns, read = language_of(config, tokenizer)
+    if not turns or not read:
         return None, None
     pool = EnvPool(config.environment, config.reward.workers)
-    turns, read = language_of(config, tokenizer)
     return [Player(pool, turns, read, config) for _ in range(2)]
 
 
@@ -104,6 +105,7 @@ class Player:
     worker has ended, hears the row's turns again; it fails if it answers them otherwise.
 
     Attributes:
+        pool: has the environments; perhaps also those of another player.
         failures: (row, failure) of the rows that failed.
         sums: over the turns that were answered, by name; `turns` is their number.
     """
@@ -112,7 +114,7 @@ class Player:
         self.failures: list[tuple[int, Failure]] = []
         self.sums = defaultdict[str, float](float)
         self.failing = 0  # steps, to the last, in which no environment has answered
-        self._pool = pool
+        self.pool = pool
         self._turns = turns
         self._read = read
         self._config = config
@@ -134,7 +136,7 @@ class Player:
             before += [*said, *heard]
         if not one.broken:
             started = time.monotonic()
-            one.answer = self._pool.play(one.key, _columns(prompt), seed, one.said)
+            one.answer = self.pool.play(one.key, _columns(prompt), seed, one.said)
             one.answer.add_done_callback(lambda _: self._seconds.append(time.monotonic() - started))
         return True
 
@@ -142,13 +144,15 @@ class Player:
         """What has been said to these rows, which wait. Waits so many seconds for the first
         reply."""
         answers = {number: self._rows[number].answer for number in rows}
+        began = time.monotonic()
         wait(answers.values(), timeout, FIRST_COMPLETED)
+        self.sums["waited"] += time.monotonic() - began
         return [self._reply(rows[row]) for row, answer in answers.items() if answer.done()]
 
     def end(self, row: int) -> None:
         """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
         one = self._rows.pop(row)
-        one.answer.add_done_callback(lambda _: self._pool.end(one.key))
+        one.answer.add_done_callback(lambda _: self.pool.end(one.key))
 
     def keep(self, rows: Set[int]) -> None:
         """A step begins with these rows: ends the environments of all others."""
@@ -156,23 +160,25 @@ class Player:
             self.end(row)
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Sums and failures since the last call; `seconds` is what environments took."""
+        """Sums and failures since the last call. Of the sums, `seconds` is what environments took,
+        `waited` what the engine had no row for."""
         found = self.sums | {"seconds": sum(self._seconds)}, self.failures
         self.sums = defaultdict(float)
         self.failures = []
         self._seconds = []
         return found
 
-    def metrics(self, group: Any, waited: float) -> dict[str, float]:
+    def metrics(self, group: Any) -> dict[str, float]:
         """What the environments have done since the last call, over all ranks of a `Group`, which
-        call it; `waited`: seconds in which this rank's engine had no row. The first rank prints
-        failures. Raises UserError if none has given an answer for some steps."""
-        own = (*self.take(), waited)
-        ranks = [part for parts in group.all_gather(group.gather_set(own)) for part in parts]
+        call it. The first rank prints failures. Raises UserError if none has given an answer for
+        some steps."""
+        parts = group.all_gather(group.gather_set(self.take()))
+        sums, failures = zip(*(part for ranks in parts for part in ranks), strict=True)
+        waited = max(own.pop("waited", 0.0) for own in sums)
         total = Counter[str]()
-        for sums, _, _ in ranks:
-            total.update(sums)
-        failed = [failure for _, failures, _ in ranks for failure in failures]
+        for own in sums:
+            total.update(own)
+        failed = [failure for own in failures for failure in own]
         turns = total.pop("turns", 0)
         if group.is_first:
             say_failures("[actor]  ", failed, "environments")
@@ -184,13 +190,9 @@ class Player:
             "env/turns": turns,
             "env/failures": len(failed),
             "perf/env_s": total.pop("seconds"),
-            "perf/env_wait_s": max(waits for _, _, waits in ranks),
+            "perf/env_wait_s": waited,
             **{f"env/{name}/mean": part / turns for name, part in total.items()},
         }
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.close()
 
     def _reply(self, row: Episode) -> Reply:
         one = self._rows[row.row]
@@ -200,7 +202,7 @@ class Player:
             messages, *turns = heard
             ids = array(IDS, self._turns.prompt(messages)) if messages else row.prompt
             if wrong := self._wrong(row, ids, turns):
-                heard = Failure(self._pool.name, "replay" if row.segments else "invalid", wrong)
+                heard = Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
         if row.awaits:
             return self._answer(row, heard)
         if isinstance(heard, Failure):
@@ -235,7 +237,7 @@ class Player:
             end = "environment"
         elif turn.truncated or len(row.turns) == self._config.env.max_turns:
             end = "limit"
-        ids = array(IDS) if end else self._observe(turn, row.said)
+        ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
         # the reward as a message holds it
         return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
 

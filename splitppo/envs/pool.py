@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from splitppo.config import EnvConfig
-from splitppo.envs import Env, EnvFactory, Message, read_messages, read_turn
+from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
 from splitppo.envs.tools import ToolEnv, load_tools
 from splitppo.errors import UserError, one_line
@@ -23,9 +23,9 @@ BUILT_IN = {"guess": Guess}  # that `env.path` may name
 MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may have of its own
 
 
-def load(env: EnvConfig) -> tuple[EnvFactory, bool]:
+def load(env: EnvConfig) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
     """What makes a row's environment, and whether its steps are async. Raises UserError if there is
-    no such class or tool, its import fails, or it lacks a method of `Env`."""
+    no such class or tool, its import fails, or it lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
         asynchronous = any(map(is_async, tools.values()))
@@ -132,7 +132,7 @@ class Envs:
 
     def __init__(self, env: EnvConfig):
         self.make, _ = load(env)
-        self.held: dict[int, Env] = {}
+        self.held: dict[int, Any] = {}  # the environments
         atexit.register(self._close)
 
     def __call__(self, method: str, key: int, *given: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -37,12 +37,11 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
             f"importing the {what} file {file} failed: {describe(error)}; fix the file"
         ) from error
     if not hasattr(module, name):
-        kind = ("classes", type) if what == "environment" else ("functions", FunctionType)
-        defined = ", ".join(
-            key for key, value in vars(module).items() if isinstance(value, kind[1])
-        )
+        kind = type if what == "environment" else FunctionType
+        defined = ", ".join(key for key, value in vars(module).items() if isinstance(value, kind))
         raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; {kind[0]} there: {defined or 'none'}"
+            f"{wrong} {path} has no {name} when it is imported; "
+            f"{'classes' if kind is type else 'functions'} there: {defined or 'none'}"
         )
     return getattr(module, name)
 

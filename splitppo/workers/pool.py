@@ -53,10 +53,16 @@ class Worker:
         ours.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0)
         )
-        command = [sys.executable, "-u", "-m", "splitppo.workers.main"]
         with its:
             self.process = subprocess.Popen(
-                [*command, str(its.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "splitppo.workers.main",
+                    str(its.fileno()),
+                    str(os.getpid()),
+                ],
                 env=clean_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
@@ -103,6 +109,9 @@ class Worker:
             while self.connection.poll():
                 key, answer = self.connection.recv()
                 self.answers.pop(key).set_result(answer)
+                if getattr(answer, "kind", "") == "memory":
+                    # others of its rows may have taken it, and the next process has it again
+                    raise EOFError
         except (EOFError, OSError):  # the process has ended, with all that it started
             self.disconnect()
             failure = Failure("", "crash", self.end(), sure=len(self.answers) == 1)

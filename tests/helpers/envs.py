@@ -1,10 +1,10 @@
 """Environments in threads of this process, in the place of worker processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from splitppo.envs import EnvFactory, Message, read_messages, read_turn
+from splitppo.envs import Message, read_messages, read_turn
 from splitppo.workers import Failure
 
 
@@ -13,7 +13,7 @@ class LocalPool:
 
     name = "local"
 
-    def __init__(self, make: EnvFactory, threads: int = 1):
+    def __init__(self, make: Callable[[dict[str, Any], int], Any], threads: int = 1):
         self.make = make
         self.envs: dict[int, Any] = {}
         self.threads = ThreadPoolExecutor(threads, "environments")
