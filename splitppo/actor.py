@@ -18,7 +18,6 @@ from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
-from splitppo.rewards.scorer import FAILING_STEPS, say_failures
 from splitppo.rollout import Episode, Rollout, digest
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
@@ -62,7 +61,6 @@ class Actor:
         self._outputs = outputs
         self.sampler = sampler
         self.synced = -1
-        self.failing = 0  # steps, to the last, in which no environment has answered
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
@@ -125,7 +123,9 @@ class Actor:
     def gather_open_rows(self) -> dict[str, Any]:
         """Tells all actor ranks which rows go on; returns, as metrics, what the first slots have
         decoded."""
-        return {"slots": self.sampler.gather_open(self.group), **self._env_metrics()}
+        player = self.sampler.player
+        played = player.metrics(self.group) if player else {}
+        return {"slots": self.sampler.gather_open(self.group), **played}
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own;
@@ -220,7 +220,7 @@ class Actor:
         """Ends the engine, environments, and the processes of the validation's rewards."""
         self.engine.close()
         if self.sampler.player:
-            self.sampler.player.close()
+            self.sampler.player.pool.close()
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:
@@ -240,34 +240,6 @@ class Actor:
         # an older checkpoint's schedule goes on as it began
         self.policy.waited = state.get("waited", 0)
         self.sampler.load_state(state.get("open", ()))
-
-    def _env_metrics(self) -> dict[str, float]:
-        """What the environments did in the rollout. Raises UserError if none has given an answer
-        for some steps."""
-        if not (player := self.sampler.player):
-            return {}
-        own = (*player.take(), self.sampler.waited)
-        ranks = [
-            part for parts in self.group.all_gather(self.group.gather_set(own)) for part in parts
-        ]
-        sums, failures, waited = zip(*ranks, strict=True)
-        names = dict.fromkeys(name for part in sums for name in part)
-        total = {name: sum(part.get(name, 0.0) for part in sums) for name in names}
-        failed = [failure for part in failures for failure in part]
-        turns = total.pop("turns", 0.0)
-        if self.group.is_first:
-            say_failures("[actor]  ", failed, "environments")
-        self.failing = self.failing + 1 if failed and not turns else 0
-        if self.failing == FAILING_STEPS:
-            cause = failed[0][1].text
-            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
-        return {
-            "env/turns": turns,
-            "env/failures": len(failed),
-            "perf/env_s": total.pop("seconds", 0.0),
-            "perf/env_wait_s": max(waited),
-            **{f"env/{name}/mean": part / turns for name, part in total.items()},
-        }
 
     def _importance(
         self, rollout: Rollout, old: Tensor

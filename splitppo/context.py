@@ -46,7 +46,7 @@ class Context:
     ) -> tuple[Prompt, str, Callable[[], Messages]]:
         """A row as `Scorer.submit` gets it."""
         messages = partial(dialogue, prompt, episode, self.decode, self.read)
-        return prompt, self.decode(episode.said), messages
+        return prompt, self.decode(episode.turns[-1][0]), messages
 
     def record(
         self,

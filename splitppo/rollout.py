@@ -121,11 +121,6 @@ class Episode:
         return list(zip_longest(parts[::2], parts[1::2], fillvalue=array(IDS)))
 
     @property
-    def said(self) -> array:
-        """The ids that the policy sampled in the last turn."""
-        return self.turns[-1][0]
-
-    @property
     def rewards(self) -> list[float]:
         """Of each segment that was sampled; a turn's is its last segment's."""
         return [segment.reward for segment in self.segments if segment.logprobs is not None]

@@ -13,13 +13,12 @@ answered while the others train, and the row goes on in the next step.
 """
 
 import sys
-import time
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -49,13 +48,12 @@ ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, the response tokens that it has so
-    far, how many of them are of the last step, and the tokens that environments have added to it
-    and its prompt."""
+    far, how many of them are of the last step, and all of its tokens; 0: those of its prompt."""
 
     row: int
     tokens: int = 0
     fresh: int = 0
-    added: int = 0
+    total: int = 0
 
 
 class Sampler:
@@ -74,8 +72,6 @@ class Sampler:
             ranks.
         held: slot -> the open row with its contents, on the rank that owns the slot. After
             `load_state`, on all ranks.
-        waited: seconds of the step in which this rank's engine had no row, all of which waited for
-            their environments.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class Sampler:
         self.window = window
         self.lengths = lengths
         self.player = player
-        self.waited = 0.0
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Episode] = {}
         # whether each rank holds every open row, as before the first rollout
@@ -122,7 +117,9 @@ class Sampler:
             drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as own:
+        with closing(
+            _Decoding(self, self.player, engine, step, seed).run(slots[rank::size], sampling)
+        ) as own:
             for stopped in _of_set(own, group) if group and size > 1 else own:
                 yield [row for row in stopped if self._keep(row)]
 
@@ -143,7 +140,7 @@ class Sampler:
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        known = {slot: self._known(row) for slot, row in self.held.items()}
+        known = {slot: _known(row) for slot, row in self.held.items()}
         decoded = {}
         for rows, part in group.all_gather((known, self._decoded)):
             self.open |= rows
@@ -156,7 +153,7 @@ class Sampler:
         """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
         at once."""
         rows = (self.open.get(slot) or OpenRow(slot) for slot in range(self.slots))
-        return [len(self.prompt(row.row).tokens) + row.tokens + row.added for row in rows]
+        return [row.total or len(self.prompt(row.row).tokens) for row in rows]
 
     def state(self, group: Group) -> list[Any]:
         """The open rows as a checkpoint holds them: number, the row as a message, and the hash of
@@ -200,7 +197,7 @@ class Sampler:
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
             slot = number % self.slots
-            self.open[slot] = self._known(row)
+            self.open[slot] = _known(row)
             self.held[slot] = row
 
     def _stored(self, entry: Sequence[Any]) -> tuple[Episode, list[str]]:
@@ -234,10 +231,6 @@ class Sampler:
         limit = self.length(row.row) or self.limit
         return min(limit - row.tokens, self.context - row.total)
 
-    def _known(self, row: Episode) -> OpenRow:
-        added = row.total - row.tokens - len(self.prompt(row.row).tokens)
-        return OpenRow(row.row, row.tokens, row.fresh, added)
-
     def length(self, row: int) -> int | None:
         """The length of a row's response in a benchmark."""
         return self.lengths[row % len(self.lengths)] if self.lengths else None
@@ -250,23 +243,29 @@ class Sampler:
         return Episode(row, array(IDS, self.prompt(row).tokens))
 
 
+def _known(row: Episode) -> OpenRow:
+    return OpenRow(row.row, row.tokens, row.fresh, row.total)
+
+
+@dataclass
 class _Decoding:
     """A step's work on a rank's slots: who is asked for tokens, who waits for an environment, and
     what either says.
 
-    Args:
+    Attributes:
         step: whose weights the engine has.
+        budgets: slot -> tokens that it may still decode.
+        asked, waiting: row -> the row, which waits for the engine or its environment.
     """
 
-    def __init__(self, sampler: Sampler, engine: RolloutEngine, step: int, seed: int):
-        self.sampler = sampler
-        self.player = sampler.player
-        self.engine = engine
-        self.step = step
-        self.seed = seed
-        self.budgets: dict[int, int] = {}  # tokens that a slot may still decode
-        self.asked: dict[int, Episode] = {}
-        self.waiting: dict[int, Episode] = {}  # for their environments
+    sampler: Sampler
+    player: Player | None
+    engine: RolloutEngine
+    step: int
+    seed: int
+    budgets: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, Episode] = field(default_factory=dict)
+    waiting: dict[int, Episode] = field(default_factory=dict)
 
     def run(
         self, slots: Sequence[int], sampling: RolloutConfig
@@ -274,7 +273,6 @@ class _Decoding:
         """The rows of these slots as they stop: ended, or open since their slot has decoded the
         window's tokens."""
         sampler = self.sampler
-        sampler.waited = 0.0
         self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
         self.engine.begin(sampling, self.seed)
         try:
@@ -288,9 +286,7 @@ class _Decoding:
                 pieces = [] if idle else self.engine.poll()
                 stopped = [row for piece in pieces for row in self._take(piece)]
                 if self.waiting and self.player:
-                    began = time.monotonic()
                     replies = self.player.poll(self.waiting, TICK if idle else 0)
-                    sampler.waited += (time.monotonic() - began) * idle
                     stopped += [row for reply in replies for row in self._answer(reply)]
                 yield stopped
         finally:
@@ -298,12 +294,14 @@ class _Decoding:
 
     def _start(self, rows: Sequence[Episode]) -> None:
         """Asks for tokens of the rows that need not hear from their environments first."""
-        if self.player:
-            for row in rows:
-                env_seed = row_seed(self.seed, row.row, ENV_NOISE)
-                if self.player.enter(row, self.sampler.prompt(row.row), env_seed):
-                    self.waiting[row.row] = row
-        self.engine.submit([self._ask(row) for row in rows if row.row not in self.waiting])
+        self.engine.submit([self._ask(row) for row in rows if not self._waits(row)])
+
+    def _waits(self, row: Episode) -> bool:
+        """Has the row's environment hear the row. Returns whether the row waits for a reply."""
+        seed = row_seed(self.seed, row.row, ENV_NOISE)
+        if self.player and self.player.ask(row, self.sampler.prompt(row.row), seed):
+            self.waiting[row.row] = row
+        return row.row in self.waiting
 
     def _ask(self, row: Episode) -> Ask:
         self.asked[row.row] = row
@@ -316,30 +314,23 @@ class _Decoding:
         row = self.asked.pop(piece.row)
         self.budgets[row.row % self.sampler.slots] -= len(piece.tokens)
         ids = array(IDS, piece.tokens)
-        row = _longer(row, Segment(ids, array(LOGPROBS, piece.logprobs), self.step))
+        sampled = Segment(ids, array(LOGPROBS, piece.logprobs), self.step)
+        row = replace(row, segments=(*row.segments, sampled))
         # the engine knows how many tokens it was asked for, and not why
         if piece.end == "limit" and self.sampler.left(row):
             yield row
         elif not self.player or piece.end == "limit":
             yield self._stop(replace(row, end=piece.end))
         else:
-            row = _longer(row, Segment(array(IDS), None, self.step))
-            self.player.step(row)
-            if self._budget(row):
-                self.waiting[row.row] = row
-            else:
-                yield row
+            ended = Segment(array(IDS), None, self.step)
+            self._waits(replace(row, segments=(*row.segments, ended)))
+            if not self._budget(row):  # it is answered while the others train
+                yield self.waiting.pop(row.row)
 
     def _answer(self, reply: Reply) -> Iterator[Episode]:
         """Appends what an environment said. Yields the row if it stops."""
         row = self.waiting.pop(reply.row)
-        if (
-            self.player and reply.begins and row.awaits
-        ):  # its turns were played again, but for the last
-            self.waiting[row.row] = row
-            self.player.step(row)
-            return
-        row = replace(row, prompt=reply.ids) if reply.begins else self._answered(row, reply)
+        row = self._answered(row, reply) if row.awaits else replace(row, prompt=reply.ids)
         if row.end:
             yield self._stop(row)
         else:
@@ -348,15 +339,16 @@ class _Decoding:
     def _answered(self, row: Episode, reply: Reply) -> Episode:
         """The row with the answer to its last turn. What ends it, in this order: the environment,
         `env.max_turns`, `rollout.max_new_tokens`, `rollout.max_context`."""
-        *before, turn, _ = row.segments
+        *before, turn, answer = row.segments
         if reply.end == "failed":  # its reward is that of the whole row
             before = [segment._replace(reward=0.0) for segment in before]
         said = (*before, turn._replace(reward=reply.reward))
-        longer = replace(row, segments=(*said, Segment(reply.ids, None, self.step)), end=reply.end)
-        if reply.end or self.sampler.left(longer) > 0:
-            return longer
-        nothing = Segment(array(IDS), None, self.step)
-        return replace(row, segments=(*said, nothing), end="limit")
+        answered = answer._replace(ids=reply.ids, version=self.step)
+        longer = replace(row, segments=(*said, answered), end=reply.end)
+        if not reply.end and self.sampler.left(longer) < 1:  # then nobody reads the answer
+            answered = answered._replace(ids=array(IDS))
+            return replace(row, segments=(*said, answered), end="limit")
+        return longer
 
     def _stop(self, row: Episode) -> Episode:
         """Has the slot's next row follow one that has ended."""
@@ -369,10 +361,6 @@ class _Decoding:
     def _budget(self, row: Episode) -> int:
         """Tokens that the row's slot may still decode in this step."""
         return self.budgets[row.row % self.sampler.slots]
-
-
-def _longer(row: Episode, segment: Segment) -> Episode:
-    return replace(row, segments=(*row.segments, segment))
 
 
 def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:

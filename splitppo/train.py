@@ -28,11 +28,11 @@ from splitppo.channel import Exchange, Links
 from splitppo.config import Config
 from splitppo.config.cli import as_flags
 from splitppo.critic import Critic, join
-from splitppo.job.loading import IMPORTED
 from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.rollout import Rollout
 from splitppo.run.life import Run
 from splitppo.run.main import run_rank
+from splitppo.workers.loading import IMPORTED
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:

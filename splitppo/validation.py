@@ -8,12 +8,11 @@ from typing import Any
 
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, row_seed
-from splitppo.envs.player import Player
 from splitppo.job.collectives import Group
 from splitppo.rewards.scorer import Pending, Scorer, say_failures
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode
-from splitppo.sampler import Sampler
+from splitppo.sampler import Player, Sampler
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
 FILE_ROWS = 256  # rows that a validation writes at most, the first

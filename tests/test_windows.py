@@ -294,7 +294,7 @@ def shared(group: Group) -> list[Any]:
 def test_every_rank_knows_the_rows_that_go_on():
     first, second = run_threads(2, shared)
     assert first[4:] == second[4:]
-    assert first[5] == {0: OpenRow(3, 3, 3), 1: OpenRow(4), 2: OpenRow(2, 5, 5)}
+    assert first[5] == {0: OpenRow(3, 3, 3, 5), 1: OpenRow(4, 0, 0, 2), 2: OpenRow(2, 5, 5, 7)}
     assert (first[1], [(row.row, row.stretches) for row in first[0]]) == (
         0,
         [(0, ((1, 2),)), (1, ((1, 5),))],
@@ -394,7 +394,7 @@ def test_slots_follow_the_contexts_that_rank_0_knows():
         }
         resolved = cast(Any, SimpleNamespace(**known))
         sampler = build_sampler(resolved, cast(Any, training))
-        sampler.open = {1: OpenRow(1, 9, 4), 3: OpenRow(7, 4, 4)}
+        sampler.open = {1: OpenRow(1, 9, 4, 11), 3: OpenRow(7, 4, 4, 6)}
         owned = plan_step(resolved, runtime, sampler, 5)
         if window and len(actors.groups["actor"]) > 1:
             assert said == {"contexts/5": "[2, 11, 2, 6]"}

@@ -5,7 +5,7 @@ The docstring of a field is its text in --help. Here: settings of the job; in al
 the algorithm.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from splitppo.config.algorithm import (
@@ -203,15 +203,15 @@ class Config:
         return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")
 
     @property
-    def env_path(self) -> str | None:
-        """The environment, also that of the embedded task."""
+    def environment(self) -> EnvConfig:
+        """`env`, with the environment of the embedded task."""
         embedded = self.data.task == "guess" and not (self.data.files or self.env.tools)
-        return self.env.path or ("guess" if embedded else None)
+        return replace(self.env, path=self.env.path or "guess") if embedded else self.env
 
     @property
     def has_env(self) -> bool:
         """Whether rows have turns: an environment or tools answer them."""
-        return bool(self.env_path or self.env.tools)
+        return bool(self.environment.path or self.env.tools)
 
     @property
     def value_models(self) -> int:

@@ -23,8 +23,8 @@ Split = Literal["train", "validation"]
 # the errors of the prompts that can't be scored
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
-# the messages of a prompt, with what the policy must know of its tools
-Instruct = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+# messages -> the text of a prompt, with what the policy must know of its tools
+Render = Callable[[list[dict[str, Any]]], str]
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 # keep apart the random streams that are drawn from the same seed
@@ -69,7 +69,7 @@ def load_prompts(
     split: Split,
     check: Check = lambda _: {},
     now: datetime | None = None,
-    instruct: Instruct = list,
+    render: Render | None = None,
 ) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
@@ -87,7 +87,7 @@ def load_prompts(
     read = [row for file in files for row in file]
     file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer, now, instruct)
+    prompts, wrong = tokenize(config, rows, tokenizer, now, render)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
     if not wrong or config.invalid == "filter":
         wrong |= {
@@ -113,7 +113,7 @@ def load_prompts(
     if (
         split == "train"
         and any(prompt.messages is None for prompt in prompts.values())
-        and ends_texts(tokenizer)
+        and _ends_texts(tokenizer)
     ):
         notes.append(
             f"the tokenizer ends each text in {tokenizer.eos_token}: "
@@ -148,23 +148,21 @@ def tokenize(
     rows: Mapping[int, Row],
     tokenizer: Any,
     now: datetime | None = None,
-    instruct: Instruct = list,
+    render: Render | None = None,
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none. A template that
     shows the time shows `now`, for all rows the same."""
     _check_template(config, tokenizer, now or datetime.now())
     arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
+    render = render or (
+        lambda messages: tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    )
     prompts: dict[int, Prompt] = {}
     wrong: dict[int, UserError] = {}
     for index, row in rows.items():
         messages = _conversation(config, row, tokenizer)
-        messages = messages and instruct(messages)
         try:
-            text: Any = (
-                row.prompt
-                if messages is None
-                else tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            )
+            text: Any = row.prompt if messages is None else render(messages)
             prompts[index] = Prompt(
                 text,
                 [],
@@ -174,7 +172,8 @@ def tokenize(
                 messages,
                 column=row.prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:  # the latter two: chat_kwargs
+        # the last two: chat_kwargs
+        except (TemplateError, UserError, ValueError, TypeError) as error:
             wrong[index] = UserError(
                 f"{row.where}: the chat template refuses these messages "
                 f"({' '.join(str(error).split())}); "
@@ -189,7 +188,7 @@ def tokenize(
         texts = [prompt.text for prompt in chosen.values()]
         ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
         # a policy has nothing to say behind the end
-        end = -1 if plain and ends_texts(tokenizer) else None
+        end = -1 if plain and _ends_texts(tokenizer) else None
         for index, tokens in zip(chosen, ids, strict=True):
             prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
     wrong |= {
@@ -240,7 +239,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
         )
 
 
-def ends_texts(tokenizer: Any) -> bool:
+def _ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
     ids, bare = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)

@@ -1,21 +1,23 @@
 """Environments: what answers the policy between the turns of a row, and rewards them.
 
-An environment is a class of the user's, a set of tools (tools.py), or built in. It runs in a worker
-process, so this package imports neither torch nor numpy; turns.py alone belongs to the rank, which
-has the tokenizer.
+An environment is a class of the user's, a set of tools (tools.py), or built in: one object a row,
+
+    Name(row, seed)    of a data row and a seed
+    reset()            the prompt, a list of messages; None: the row's own
+    step(message)      a Turn, the answer to an assistant's message; may be `async def`
+    close()            frees what the episode holds; called once, also after a failure
+
+What it says must follow from row, seed and messages alone: a row that goes on elsewhere is played
+again there. It runs in a worker process, so this package imports neither torch nor numpy;
+player.py and turns.py alone belong to the rank, which has the tokenizer.
 """
 
-import importlib
-import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from splitppo.errors import UserError, one_line
-from splitppo.job.loading import find_in_file
-
-BUILT_IN = {"guess": "splitppo.envs.guess:Guess"}  # that `env.path` may name
+from splitppo.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -71,47 +73,10 @@ class Turn:
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
 
 
-class Env(Protocol):
-    """One episode, made as `Name(row, seed)` of a data row and a seed. What it does must follow
-    from these and the messages alone: a row that goes on elsewhere is played again there."""
-
-    def reset(self) -> list[Message] | None:
-        """The prompt; None: the row's own."""
-
-    def step(self, message: Message) -> Turn | Awaitable[Turn]:
-        """Answers an assistant's message. May be `async def`."""
-        ...
-
-    def close(self) -> None:
-        """Frees what the episode holds. Called once, also after a failure."""
-
-
-EnvFactory = Callable[[dict[str, Any], int], Env]
-
-
-def load_env(named: str, setting: str = "env.path") -> EnvFactory:
-    """The class that `path/to/file.py:Name` names, or a built-in one. Raises UserError if there is
-    none, its import fails, or it lacks a method of `Env`."""
-    if named in BUILT_IN:
-        module, _, name = BUILT_IN[named].partition(":")
-        return getattr(importlib.import_module(module), name)
-    known = f"environment; use {', '.join(BUILT_IN)}"
-    found = find_in_file(named, setting, what="environment", known=known)
-    for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
-        try:
-            inspect.signature(getattr(found, method)).bind(*range(arguments))
-        except (AttributeError, TypeError) as error:
-            raise UserError(
-                f"{setting}={named}: {method} is not an environment's ({error}); "
-                "define a class with reset(self), step(self, message) and close(self)"
-            ) from error
-    return found
-
-
 def read_messages(messages: Any) -> list[Message]:
-    """The messages that an environment returned, each a `Message` or a dict of its fields. Raises
-    TypeError if they are none."""
-    given = messages if isinstance(messages, list | tuple) else [messages]
+    """The messages that an environment returned, each a `Message` or a dict of its fields; None:
+    none. Raises TypeError if they are no messages."""
+    given = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
     found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
     for message in found:
         text = isinstance(message, Message) and isinstance(message.content, str)

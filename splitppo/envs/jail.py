@@ -56,13 +56,11 @@ def new_root(readable: list[str], folder: int) -> None:
     the old one."""
     call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
     for path in readable + DEVICES:
-        inside = ROOT + path
-        os.makedirs(os.path.dirname(inside), exist_ok=True)
-        if os.path.isdir(path):
-            os.makedirs(inside, exist_ok=True)
-        else:
-            os.close(os.open(inside, os.O_CREAT, 0o644))
-        call("mount", path, inside, None, BIND, None)
+        inside = Path(ROOT + path)
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        make = Path.mkdir if os.path.isdir(path) else Path.touch
+        make(inside)
+        call("mount", path, str(inside), None, BIND, None)
     os.mkdir(f"{ROOT}/tmp")
     # mount_setattr(2) by its number on every architecture: AT_FDCWD, ..., AT_RECURSIVE
     read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
@@ -81,6 +79,7 @@ def main(
     """Goes into the jail and becomes the program."""
     # process 1 of a namespace gets no signal of the others there that it does not handle
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.alarm(seconds)  # ends this process, and so all
     call("prctl", 1, signal.SIGKILL)
     call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     group = os.getgid()
@@ -112,9 +111,9 @@ def main(
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
-    environment = {"PYTHONPATH": path, "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
     # libraries that start a thread for each core would come to the limit
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = {"PYTHONPATH": path, "HOME": "/tmp", "LC_ALL": "C.UTF-8", **threads}
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.execve(sys.executable, [sys.executable, "-s", "main.py"], environment)
 

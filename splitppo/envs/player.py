@@ -6,28 +6,29 @@ import json
 import math
 import time
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Container, Sequence, Set
-from concurrent.futures import Future
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from splitppo.config import Config
 from splitppo.envs import Message, Turn
-from splitppo.envs.pool import Began, EnvPool, Source
-from splitppo.envs.tools import CallReader, instructions, load_tools, tool_schemas
+from splitppo.envs.pool import EnvPool
+from splitppo.envs.tools import CallReader, call_reader, instructions, load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
-from splitppo.workers import Failure
+from splitppo.workers import FAILING_STEPS, Failure, say_failures
 
 
-def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader]:
-    """What makes tokens of an environment's messages, and a message of the policy's tokens. Raises
-    UserError if the tools or the chat template can't be used."""
+def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tuple[None, None]:
+    """What makes tokens of an environment's messages, and a message of the policy's tokens; None
+    without environments. Raises UserError if the tools or the chat template can't be used."""
     env = config.env
+    if not config.has_env:
+        return None, None
     schemas = tool_schemas(load_tools(env.tools, network=env.network))
     turns = Turns(
         tokenizer,
@@ -35,191 +36,189 @@ def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader]:
         instructions=instructions(schemas, env.call_format),
         arguments=json.loads(config.data.chat_kwargs),
     )
-    return turns, CallReader(tokenizer, schemas, env.call_format)
-
-
-def source_of(config: Config) -> Source:
-    """What the run's environments are made of."""
-    env = config.env
-    return Source(config.env_path, env.tools, env.format_reward, env.network)
+    return turns, call_reader(tokenizer, schemas, env.call_format)
 
 
 def rehearse(config: Config, prompt: Prompt) -> str | None:
     """Makes a prompt's environment and takes a step with an empty message. Returns how the step
     failed, if it did. Raises UserError if the environment can't be made."""
-    with closing(EnvPool(source_of(config), 1, config.env.timeout)) as pool:
-        began = pool.begin(0, _columns(prompt), config.seed).result()
-        if isinstance(began, Failure):
-            raise UserError(f"the environment {began.function} does not begin: {began.text}")
-        said = pool.step(0, Message("assistant", "")).result()
-        pool.end(0)
-    if not isinstance(said, Failure):
-        return None
-    return f"the environment {said.function} fails on an empty message: {said.text}"
+    with closing(EnvPool(config.environment, 1)) as pool:
+        row = _columns(prompt)
+        began, said = (
+            pool.play(0, row, config.seed, messages).result()
+            for messages in ([], [Message("assistant", "")])
+        )
+    if isinstance(began, Failure):
+        raise UserError(f"the environment {began.function} does not begin: {began.text}")
+    if isinstance(said, Failure):
+        return f"the environment {said.function} fails on an empty message: {said.text}"
+    return None
 
 
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers. None without environments."""
-    if not config.has_env:
-        return None, None
-    pool = EnvPool(source_of(config), config.reward.workers, config.env.timeout)
     turns, read = language_of(config, tokenizer)
-    return [Player(pool, turns, read, config, number) for number in range(2)]
+    if not turns or not read:
+        return None, None
+    pool = EnvPool(config.environment, config.reward.workers)
+    return [Player(pool, turns, read, config) for _ in range(2)]
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What an environment said.
+class Reply(NamedTuple):
+    """What an environment said to the last turn of a row, or before the first.
 
     Attributes:
         row: its number.
-        begins: whether `ids` are the prompt; else they answer a turn.
-        reward: of that turn; of the whole row if the environment failed.
+        ids: of the answer; of the prompt if no turn waits for one.
+        reward: of the turn; of the whole row if the environment failed.
         end: what has ended the row, if something has.
     """
 
     row: int
     ids: array
-    begins: bool = False
     reward: float = 0.0
     end: End | None = None
+
+
+@dataclass
+class _Row:
+    """A row whose environment is here.
+
+    Attributes:
+        said: what it has heard. answer: what it says to that.
+        broken: why it did not begin, or not go on from where it was elsewhere.
+        key: the pool's; no two rows have the same one, also of several players.
+    """
+
+    said: list[Message] = field(default_factory=list)
+    answer: Future[list[Any] | Failure] = field(default_factory=Future)
+    broken: Failure | None = None
+    key: int = field(default_factory=itertools.count().__next__)
 
 
 class Player:
     """The environments of a rank's rows.
 
     One that fails at its beginning fails at the end of the row's first turn: a row without a token
-    can't be trained on.
-
-    Args:
-        number: 0, or 1 for the second player of a pool.
+    can't be trained on. An environment that was made again, since its row goes on here or its
+    worker has ended, hears the row's turns again; it fails if it answers them otherwise.
 
     Attributes:
+        pool: has the environments; perhaps also those of another player.
         failures: (row, failure) of the rows that failed.
-        metrics: of the turns that were answered, by name; `turns` is 1 for each, `seconds` what
-            its environment took.
+        figures: of the turns that were answered, by name; `turns` is 1 for each.
     """
 
-    def __init__(
-        self, pool: EnvPool, turns: Turns, read: CallReader, config: Config, number: int = 0
-    ):
+    def __init__(self, pool: EnvPool, turns: Turns, read: CallReader, config: Config):
         self.failures: list[tuple[int, Failure]] = []
-        self.metrics = defaultdict[str, list[float]](list)
-        self._numbers = itertools.count(number, 2)
-        self._pool = pool
+        self.figures = defaultdict[str, list[float]](list)
+        self.failing = 0  # steps, to the last, in which no environment has answered
+        self.pool = pool
         self._turns = turns
         self._read = read
-        self._max_turns = config.env.max_turns
-        self._limit = config.env.max_observation_tokens
-        self._room = config.rollout.max_context or math.inf
-        self._failed_score = config.reward.failed_score
-        self._keys: dict[int, int] = {}  # the pool's, of the rows whose environments are here
-        self._broken: dict[int, Failure] = {}  # the rows whose environment did not begin
-        self._waiting: dict[int, Future[Any]] = {}  # the rows that want a reply
-        # of each future that is done: the row, the future, what makes its reply, and its seconds
-        self._arrived: SimpleQueue[tuple[Episode, Future[Any], Any, float]] = SimpleQueue()
-        self._early: list[tuple[Episode, Future[Any], Any, float]] = []  # for a later step
+        self._config = config
+        self._rows: dict[int, _Row] = {}
+        self._seconds: list[float] = []  # that each answer took
 
-    def enter(self, row: Episode, prompt: Prompt, seed: int) -> bool:
-        """Begins a row's environment, unless it is here, and plays the row's turns again. Returns
-        whether the row waits for a reply."""
-        if row.row not in self._keys:
-            key = self._keys[row.row] = next(self._numbers)
-            played = []
-            before = [*row.prompt]
-            for said, answered in row.turns[:-1]:
-                played.append(self._read(before, said))
-                before += [*said, *answered]
-            self._wait(row, self._pool.begin(key, _columns(prompt), seed, played), self._begin)
-        return row.row in self._waiting
+    def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
+        """Has the row's environment hear the turns that have ended, unless it has; it begins if it
+        is not here. Returns whether the row waits for a reply."""
+        new = row.row not in self._rows
+        one = self._rows.setdefault(row.row, _Row())
+        before = [*row.prompt]
+        ended = row.turns if row.awaits else row.turns[:-1]
+        if not new and len(one.said) == len(ended):
+            return row.awaits
+        for number, (said, heard) in enumerate(ended):
+            if number == len(one.said):
+                one.said.append(self._read(before, said))
+            before += [*said, *heard]
+        if not one.broken:
+            started = time.monotonic()
+            one.answer = self.pool.play(one.key, _columns(prompt), seed, one.said)
+            one.answer.add_done_callback(lambda _: self._seconds.append(time.monotonic() - started))
+        return True
 
-    def step(self, row: Episode) -> None:
-        """Passes on the turn that has ended."""
-        if broken := self._broken.get(row.row):
-            future: Future[Any] = Future()
-            future.set_result(broken)
-        else:
-            said = row.said
-            message = self._read([*row.prompt, *row.response][: -len(said)], said)
-            future = self._pool.step(self._keys[row.row], message)
-        self._wait(row, future, self._answer)
-
-    def poll(self, rows: Container[int], timeout: float) -> list[Reply]:
-        """What has been said to these rows since the last call. Waits so many seconds for the first
+    def poll(self, rows: Mapping[int, Episode], timeout: float) -> list[Reply]:
+        """What has been said to these rows, which wait. Waits so many seconds for the first
         reply."""
-        found: list[Reply] = []
-        with suppress(Empty):
-            while True:
-                arrived = self._arrived.get(timeout=0 if found else timeout)
-                row, future, make, seconds = arrived
-                if self._waiting.get(row.row) is not future:  # its environment has been ended
-                    continue
-                if row.row not in rows:
-                    self._early.append(arrived)
-                    continue
-                del self._waiting[row.row]
-                self.metrics["seconds"].append(seconds)
-                found.append(make(row, future.result()))
-        return found
+        answers = {number: self._rows[number].answer for number in rows}
+        began = time.monotonic()
+        wait(answers.values(), timeout, FIRST_COMPLETED)
+        self.figures["waited"].append(time.monotonic() - began)
+        return [self._reply(rows[row]) for row, answer in answers.items() if answer.done()]
 
     def end(self, row: int) -> None:
         """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
-        key = self._keys.pop(row)
-        self._broken.pop(row, None)
-        if future := self._waiting.pop(row, None):
-            future.add_done_callback(lambda _: self._pool.end(key))
-        else:
-            self._pool.end(key)
+        one = self._rows.pop(row)
+        one.answer.add_done_callback(lambda _: self.pool.end(one.key))
 
     def keep(self, rows: Set[int]) -> None:
         """A step begins with these rows: ends the environments of all others."""
-        for row in self._keys.keys() - rows:
+        for row in self._rows.keys() - rows:
             self.end(row)
-        for arrived in self._early:
-            self._arrived.put(arrived)
-        self._early = []
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Sums of the metrics, and failures, since the last call."""
+        """Sums and failures since the last call. Of the sums, `seconds` is what environments took,
+        `waited` what the engine had no row for."""
         # exact: they do not depend on the order in which answers came
-        found = {name: math.fsum(part) for name, part in self.metrics.items()}, self.failures
-        self.metrics = defaultdict(list)
+        sums = {name: math.fsum(figures) for name, figures in self.figures.items()}
+        found = sums | {"seconds": sum(self._seconds)}, self.failures
+        self.figures = defaultdict(list)
         self.failures = []
+        self._seconds = []
         return found
 
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.close()
+    def metrics(self, group: Any) -> dict[str, float]:
+        """What the environments have done since the last call, over all ranks of a `Group`, which
+        call it. The first rank prints failures. Raises UserError if none has given an answer for
+        some steps."""
+        parts = group.all_gather(group.gather_set(self.take()))
+        sums, failures = zip(*(part for ranks in parts for part in ranks), strict=True)
+        waited = max(own.pop("waited", 0.0) for own in sums)
+        total = Counter[str]()
+        for own in sums:
+            total.update(own)
+        failed = [failure for own in failures for failure in own]
+        turns = total.pop("turns", 0)
+        if group.is_first:
+            say_failures("[actor]  ", failed, "environments")
+        self.failing = self.failing + 1 if failed and not turns else 0
+        if self.failing == FAILING_STEPS:
+            cause = failed[0][1].text
+            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
+        return {
+            "env/turns": turns,
+            "env/failures": len(failed),
+            "perf/env_s": total.pop("seconds"),
+            "perf/env_wait_s": waited,
+            **{f"env/{name}/mean": part / turns for name, part in total.items()},
+        }
 
-    def _wait(
-        self, row: Episode, future: Future[Any], make: Callable[[Episode, Any], Reply]
-    ) -> None:
-        started = time.monotonic()
-        self._waiting[row.row] = future
-        future.add_done_callback(
-            lambda done: self._arrived.put((row, done, make, time.monotonic() - started))
-        )
-
-    def _begin(self, row: Episode, said: Began | Failure) -> Reply:
-        """The reply to `enter`."""
-        if isinstance(said, Began):
+    def _reply(self, row: Episode) -> Reply:
+        one = self._rows[row.row]
+        heard = one.broken or one.answer.result()
+        ids = row.prompt
+        if not isinstance(heard, Failure) and len(heard) > len(one.said):  # it was made here
+            messages, *turns = heard
+            ids = array(IDS, self._turns.prompt(messages)) if messages else row.prompt
+            if wrong := self._wrong(row, ids, turns):
+                heard = Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
+        if row.awaits:
+            return self._answer(row, heard)
+        if isinstance(heard, Failure):
+            one.broken = heard
             ids = row.prompt
-            if said.messages is not None:
-                ids = array(IDS, self._turns.prompt(said.messages))
-            if not (wrong := self._wrong(row, ids, said.turns)):
-                return Reply(row.row, ids, begins=True)
-            said = Failure("", "invalid", wrong)
-        self._broken[row.row] = said
-        return Reply(row.row, row.prompt, begins=True)
+        return Reply(row.row, ids)
 
     def _wrong(self, row: Episode, ids: array, turns: Sequence[Turn]) -> str:
-        """Why a row can't go on from a prompt and turns that were played again; "": it can."""
-        if not 0 < len(ids) < self._room:
+        """Why a row can't go on from a prompt and the answers to its turns; "": it can."""
+        if not 0 < len(ids) < (self._config.rollout.max_context or math.inf):
             return f"its prompt has {len(ids)} tokens; use 1 to rollout.max_context - 1"
         if row.segments and ids != row.prompt:
             return "played again, it began with another prompt; let it follow from row and seed"
-        for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns, strict=False)):
+        for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns[:-1], strict=False)):
             if turn.done or self._observe(turn, said) != answered:
                 return (
                     f"played again, it answered turn {number + 1} otherwise; "
@@ -227,22 +226,26 @@ class Player:
                 )
         return ""
 
-    def _answer(self, row: Episode, said: Turn | Failure) -> Reply:
-        """The reply to `step`."""
-        if isinstance(said, Failure):
-            self.failures.append((row.row, said))
-            return Reply(row.row, array(IDS), reward=self._failed_score, end="failed")
-        for name, number in {"turns": 1, **said.metrics}.items():
-            self.metrics[name].append(number)
-        reward = array(LOGPROBS, [said.reward])[0]  # as a message holds it
-        if said.done and not said.truncated:
-            return Reply(row.row, array(IDS), reward=reward, end="environment")
-        if said.truncated or len(row.turns) == self._max_turns:
-            return Reply(row.row, array(IDS), reward=reward, end="limit")
-        return Reply(row.row, self._observe(said, row.said), reward=reward)
+    def _answer(self, row: Episode, heard: list[Any] | Failure) -> Reply:
+        """The reply to the row's last turn."""
+        if isinstance(heard, Failure):
+            self.failures.append((row.row, heard))
+            return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
+        turn: Turn = heard[-1]
+        for name, number in {"turns": 1, **turn.metrics}.items():
+            self.figures[name].append(number)
+        end: End | None = None
+        if turn.done and not turn.truncated:
+            end = "environment"
+        elif turn.truncated or len(row.turns) == self._config.env.max_turns:
+            end = "limit"
+        ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
+        # the reward as a message holds it
+        return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
 
     def _observe(self, turn: Turn, said: array) -> array:
-        return array(IDS, self._turns.observation(turn.messages, said, self._limit).ids)
+        limit = self._config.env.max_observation_tokens
+        return array(IDS, self._turns.observation(turn.messages, said, limit))
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

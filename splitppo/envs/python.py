@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +22,11 @@ OUTPUT = 8192  # bytes that are kept of what a program prints
 _JAIL = str(Path(__file__).with_name("jail.py"))
 
 
-def python_tool(*, network: bool = False, seconds: int = SECONDS) -> Callable[[str], str]:
+def python_tool(*, network: bool = False) -> Callable[[str], str]:
     """The function `python`, once a program has run here. Raises UserError if this machine can't
     keep programs apart from itself. With `network` they use the machine's network."""
-    run = functools.partial(run_program, network=network, seconds=seconds)
     try:
-        if (printed := run("print(1)")) != "1\n":
+        if (printed := run_program("print(1)", network=network)) != "1\n":
             raise RuntimeError(one_line(printed))
     except RuntimeError as error:
         raise UserError(
@@ -47,7 +45,7 @@ def python_tool(*, network: bool = False, seconds: int = SECONDS) -> Callable[[s
         Returns:
             What it printed, and how it ended if not as it should.
         """
-        return run(code)
+        return run_program(code, network=network)
 
     return python
 
@@ -57,38 +55,27 @@ def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> 
     end well. Raises RuntimeError if the kernel allows no jail."""
     limits = {"memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER}
     given = {**limits, "network": network, **_interpreter(network)}
-    command = [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
+    with subprocess.Popen(
+        [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
         start_new_session=True,
-    )  # fmt: skip
-    with process:
-        timer = threading.Timer(seconds, _end, [process])
-        timer.start()
+    ) as process:  # fmt: skip
         assert process.stdin
         assert process.stdout
-        with suppress(BrokenPipeError):
-            process.stdin.write(code.encode(errors="replace"))
-            process.stdin.close()
+        with suppress(BrokenPipeError), process.stdin as program:
+            program.write(code.encode(errors="replace"))
         printed = process.stdout.read(OUTPUT + 1)
         if len(printed) > OUTPUT:
-            _end(process)
-        status = process.wait()
-        timer.cancel()
+            process.kill()  # and so all that it has started
     text = printed[:OUTPUT].decode(errors="replace")
-    if status == REFUSED:
+    if process.returncode == REFUSED:
         raise RuntimeError(one_line(text))
-    if len(printed) > OUTPUT:
-        return f"{text}\n[stopped: it printed more than {OUTPUT} bytes]"
-    if status < 0:  # the timer killed it
-        return f"{text}\n[stopped after {seconds} s]"
-    return f"{text}\n[exit status {status}]" if status else text
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the jail's first process, and so all of them."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    ends = {
+        0: "",
+        -signal.SIGKILL: f"\n[stopped: it printed more than {OUTPUT} bytes]",
+        -signal.SIGALRM: f"\n[stopped after {seconds} s]",
+    }
+    return text + ends.get(process.returncode, f"\n[exit status {process.returncode}]")
 
 
 @functools.cache
@@ -103,8 +90,6 @@ def _interpreter(network: bool) -> dict[str, list[str] | str]:
         *packages, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache",
         *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
     ]  # fmt: skip
-    found: list[str] = []
-    for path in sorted({path for path in wanted if os.path.exists(path)}):
-        if not any(Path(path).is_relative_to(other) for other in found):
-            found.append(path)
-    return {"readable": found, "path": os.pathsep.join(dict.fromkeys(packages))}
+    found = {Path(path) for path in wanted if os.path.exists(path)}
+    outer = [str(path) for path in sorted(found) if found.isdisjoint(path.parents)]
+    return {"readable": outer, "path": os.pathsep.join(dict.fromkeys(packages))}

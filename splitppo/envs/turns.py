@@ -9,30 +9,22 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
-from splitppo.data.prompts import ends_texts
 from splitppo.envs import Message
 from splitppo.errors import UserError, one_line
 
-Rewritten = Literal["refuse", "keep"]
 SPOKEN = "sampled-by-the-policy"  # the placeholder
 ASKED = {"role": "user", "content": "asked"}
 SAID = {"role": "assistant", "content": SPOKEN}
+# of a model that has no chat template: the messages' contents, one behind the other
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CUT = "\n[cut]"  # stands behind an answer that was too long
 
 
-class Observation(NamedTuple):
-    """What the policy reads between two turns."""
-
-    ids: list[int]
-    cut: bool  # whether a message was shortened
-
-
 class Turns:
-    """Renders dialogues by a tokenizer's chat template, or without one as the messages' contents,
-    one behind the other.
+    """Renders dialogues by a tokenizer's chat template, or without one as `PLAIN` does.
 
     Args:
         tools: schemas for the template's `tools`.
@@ -56,13 +48,11 @@ class Turns:
         self.arguments = dict(arguments or {})
         self.instructions = ""
         self.notes: list[str] = []
-        if not tokenizer.chat_template:
-            if tools:
-                raise UserError(
-                    f"env.tools needs a chat template, and the tokenizer {tokenizer.name_or_path} "
-                    "has none; use an instruct model, or an environment (env.path)"
-                )
-            return
+        if tools and not tokenizer.chat_template:
+            raise UserError(
+                f"env.tools needs a chat template, and the tokenizer {tokenizer.name_or_path} "
+                "has none; use an instruct model, or an environment (env.path)"
+            )
         if tools and self._render([ASKED], tools=list(tools)) != self._render([ASKED]):
             self.arguments["tools"] = list(tools)
         elif tools:
@@ -71,35 +61,37 @@ class Turns:
                 "the chat template does not read tools: their schemas stand in the system message"
             )
         self._takes_system = self._shows([], "system", [ASKED])
-        self._takes_tool = self._shows([ASKED, SAID], "tool", [])
+        roles = ("tool", "user", "system")
+        self._roles = [role for role in roles if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
-        before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
-            SPOKEN
-        )
+        said = self._render([ASKED, SAID], add_generation_prompt=False)
+        before, _, after = said.partition(SPOKEN)
         lead = before.removeprefix(self._render([ASKED]))
         self._lead = lead if lead.isspace() else ""
         ids = self._ids(after)
         controls = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
         self._end = ids[: controls[0] + 1] if controls else []
 
+    def render(self, messages: Sequence[Message | Mapping[str, Any]]) -> str:
+        """The text of a row's prompt, with the tools, up to where the policy speaks."""
+        return self._render(self._instructed(messages))
+
     def prompt(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[int]:
-        """The ids of a row's prompt, up to where the policy speaks."""
-        text = self._render(self.instructed(messages))
+        """The ids of a row's prompt."""
         plain = not self.tokenizer.chat_template
-        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
-        return list(ids[:-1] if plain and ends_texts(self.tokenizer) else ids)
+        ids = self.tokenizer(self.render(messages), add_special_tokens=plain)["input_ids"]
+        # some tokenizers end each text, and a policy has nothing to say behind the end
+        ended = plain and ids[-1:] == [self.tokenizer.eos_token_id]
+        return list(ids[:-1] if ended else ids)
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
-    ) -> Observation:
+    ) -> list[int]:
         """The ids between a turn and the next. `sampled` is the turn: the token that ends it may be
         among them (then it is not repeated; the line end that a template puts behind it comes
         first) or not (a stop string ended it: the template's end of a turn comes first). The
         longest texts are cut until there are at most `limit` ids, or nothing of them is left."""
-        ids = self._between(messages, sampled)
-        if limit is None or len(ids) <= limit:
-            return Observation(ids, False)
 
         def shortened(size: int) -> list[int]:
             short = [
@@ -110,26 +102,27 @@ class Turns:
             ]
             return self._between(short, sampled)
 
-        sizes = range(max(len(message.content) for message in messages))
-        fitting = bisect_right(sizes, limit, key=lambda size: len(shortened(size)))
-        return Observation(shortened(max(fitting - 1, 0)), True)
+        longest = max((len(message.content) for message in messages), default=0)
+        ids = shortened(longest)
+        if limit is None or len(ids) <= limit:
+            return ids
+        fitting = bisect_right(range(longest), limit, key=lambda size: len(shortened(size)))
+        return shortened(max(fitting - 1, 0))
 
     def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """The messages whose ids these are, as `observation` made them: one of each text that the
         template frames as it does those of a role. Ids that it does not frame so are a user's
         message."""
         text = self.tokenizer.decode(list(ids))
-        roles = ["tool", "user", "system"] if self.tokenizer.chat_template else []
-        for role in roles[not self._takes_tool :] if roles else ():
+        for role in self._roles:
             one = Message(role, SPOKEN, name="tool")
-            tails = ["", ""]
-            with suppress(UserError):  # no such role here, or no two messages of it
-                tails[0] = self._tail([one])
-                tails[1] = self._tail([one, one])
-            head, _, foot = tails[0].partition(SPOKEN)
-            between = tails[1].removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
+            head, _, foot = self._tail([one]).partition(SPOKEN)
             _, found, rest = text.partition(head.removeprefix(self.tokenizer.decode(self._end)))
             if found and foot and rest.endswith(foot):
+                two = ""
+                with suppress(UserError):  # no two messages of the role
+                    two = self._tail([one, one])
+                between = two.removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
                 content = rest.removesuffix(foot)
                 texts = content.split(between) if between else [content]
                 return [{"role": role, "content": part} for part in texts]
@@ -137,41 +130,37 @@ class Turns:
         return [{"role": "user", "content": shown}]
 
     def check(
-        self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: Rewritten = "refuse"
+        self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
     ) -> None:
         """Renders a dialogue that begins with a row's prompt, with two turns that think and two
         answers of a `role`. Raises UserError if the template refuses it, or renders a message in
         another way once others follow: the policy would then not read what it sampled. `keep`
         allows that: the row goes on behind what was sampled."""
-        if not self.tokenizer.chat_template:
-            return
-        dialogue = self.instructed(messages)
-        parts = [self._render(dialogue)]
-        roles = [str(message["role"]) for message in dialogue]
+        dialogue = self._instructed(messages)
+        first = len(dialogue)
+        kept = self._render(dialogue)
+        ends = [len(kept)]  # of the prompt and each message behind it
         for number in (1, 2):
             said = f"<think>\nthought {number}\n</think>\n\nsaid {number}"
             answer = Message(role, f"answer {number}", name="tool", call_id=f"{number:09d}")
-            parts += [self._lead + said, self._tail([answer])]
-            roles += ["assistant", role]
             dialogue += [{"role": "assistant", "content": said}, *self._answers([answer])]
+            for part in (self._lead + said, self._tail([answer])):
+                kept += part
+                ends.append(len(kept))
             whole = self._render(dialogue)
-            kept = "".join(parts)
             if whole == kept or rewritten == "keep":
                 continue
-            pairs = enumerate(zip(whole, kept, strict=False))
-            same = next((i for i, (a, b) in pairs if a != b), min(len(whole), len(kept)))
-            part = min(bisect_right([*accumulate(map(len, parts))], same), len(parts) - 1)
-            at = part + len(roles) - len(parts)
+            pairs = enumerate(zip_longest(whole, kept))
+            same = next(i for i, (a, b) in pairs if a != b)
+            at = first + bisect_right(ends[:-1], same)
             raise UserError(
-                f"env.rewritten=refuse: the chat template rewrites message {at + 1} ({roles[at]}) "
-                f"once more follow: {kept[same:][:40]!r} becomes {whole[same:][:40]!r}; "
-                "set data.chat_kwargs or another template so that it does not, or "
-                "--env.rewritten keep (the policy then reads what it sampled)"
+                f"env.rewritten=refuse: the chat template rewrites message {at} "
+                f"({dialogue[at - 1]['role']}) once more follow: {kept[same:][:40]!r} becomes "
+                f"{whole[same:][:40]!r}; set data.chat_kwargs or another template so that it does "
+                "not, or --env.rewritten keep (the policy then reads what it sampled)"
             )
 
     def _between(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        if not self.tokenizer.chat_template:
-            return self._ids("".join(message.content for message in messages))
         ids = self._ids(self._tail(messages))
         ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
         return ids[len(self._end) :] if ended else ids
@@ -195,11 +184,12 @@ class Turns:
         return list(ids[1:] if before else ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        if not self.tokenizer.chat_template:
-            return "".join(message["content"] for message in messages)
         arguments = {"add_generation_prompt": True, **self.arguments, **more}
+        template = None if self.tokenizer.chat_template else PLAIN
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, chat_template=template, **arguments
+            )
         except Exception as error:  # templates raise errors of every kind
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
@@ -213,18 +203,17 @@ class Turns:
         """Whether the template shows a message of this role there."""
         shown = "shown-by-the-template"
         message = _plain(Message(role, shown, name="tool"))
-        try:
+        with suppress(UserError):
             return shown in self._render([*before, message, *after])
-        except UserError:
-            return False
+        return False
 
     def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """An environment's messages. Tools answer as the user if the template knows no tools."""
-        if self._takes_tool or all(message.role != "tool" for message in messages):
+        if "tool" in self._roles or all(message.role != "tool" for message in messages):
             return [_plain(message) for message in messages]
         return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
 
-    def instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with the instructions in the first system message, or a new one; in the
         first message if the template knows no system."""
         found = [_plain(message) for message in messages]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.errors import UserError, one_line
-from splitppo.job.loading import find_in_file
 from splitppo.rewards import rules
 from splitppo.workers import Failure
+from splitppo.workers.loading import find_in_file
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -77,7 +77,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     if function in BY_NAME:
         return BY_NAME[function]
     known = f"rule; use auto, {', '.join(BY_NAME)}"
-    found = find_in_file(function, setting, what="reward", known=known)
+    found = find_in_file(function, setting, "reward", known)
     names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
     try:
         inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from splitppo.config import RewardConfig
-from splitppo.errors import UserError, say
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
-from splitppo.job.loading import is_async
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
@@ -26,13 +25,11 @@ from splitppo.rewards.functions import (
     scored_by,
 )
 from splitppo.rollout import Prompt
-from splitppo.workers import Failure, Work
+from splitppo.workers import FAILING_STEPS, Failure, Work, say_failures
+from splitppo.workers.loading import is_async
 from splitppo.workers.pool import Pool
 
-# the run ends when a reward function fails on every row for so many steps in a row, and rows in
-# them
-FAILING_STEPS = 3
-FAILING_ROWS = 16
+FAILING_ROWS = 16  # the run ends when a function fails on every row, and on so many, in these steps
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Scored:
 
 
 # a prompt, the decoded response (the last turn), and what makes messages of the row
-ToScore = tuple[Prompt, str] | tuple[Prompt, str, Callable[[], Any]]
+ToScore = tuple[Prompt, str, *tuple[Callable[[], Any], ...]]
 Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 
@@ -118,26 +115,21 @@ class Scorer:
     def submit(self, rows: Sequence[ToScore]) -> Pending:
         """Starts to score the rows. Returns a function that waits for their scores, in the order of
         the rows. It raises UserError if a worker could not import its functions."""
-        calls = [
-            self._call(row[0], row[1], row[2] if len(row) == 3 else list)  # no messages
-            for row in rows
-        ]
+        calls = [self._call(*row) for row in rows]
         return lambda: [
             self._combine([c.result() if isinstance(c, Future) else c for c in row])
             for row in calls
         ]
 
     def _call(
-        self, prompt: Prompt, response: str, messages: Callable[[], Any]
+        self, prompt: Prompt, response: str, messages: Callable[[], Any] = list
     ) -> list[Outcome | Future[Outcome]]:
         row = row_of(prompt, response)
-        more: dict[str, Any] = {"prompt": prompt.column}
-        if any("messages" in asked for asked in self._asks.values()):
-            more["messages"] = messages()
+        more = {"prompt": lambda: prompt.column, "messages": messages}
         return [
             (FAST[name](**row), {})
             if name in FAST
-            else self._pools[name].submit(name, row | {n: more[n] for n in self._asks[name]})
+            else self._pools[name].submit(name, row | {n: more[n]() for n in self._asks[name]})
             for name in (scored_by(function, prompt.data_source) for function in self._weights)
         ]
 
@@ -165,22 +157,6 @@ class Scorer:
         """Ends the workers. Rows that have no score yet get none."""
         for pool in set(self._pools.values()):
             pool.close()
-
-
-def say_failures(
-    where: str, failures: Sequence[tuple[int, Failure]], what: str = "rewards"
-) -> None:
-    """Prints a step's failures, if there are any, in one line that begins with `where`: the number
-    of each function and kind, and the first of them."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for row, failure in failures:
-        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    if found:
-        texts = (
-            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
-            for (name, kind), rows in sorted(found.items())
-        )
-        say(f"{where}{what} that failed: {'; '.join(texts)}")
 
 
 def count_failures(

@@ -113,8 +113,7 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        has_env = self.config.has_env
-        turns = language_of(self.config, resolved.tokenizer)[0] if has_env else None
+        turns, _ = language_of(self.config, resolved.tokenizer)
         self.context = Context(
             self.config,
             self.sampler.prompt,

@@ -8,7 +8,8 @@ from splitppo import data
 from splitppo.config import Config
 from splitppo.engine import build
 from splitppo.engine.vllm.plan import kv_bytes_per_token
-from splitppo.envs.player import language_of, source_of
+from splitppo.envs.player import language_of
+from splitppo.envs.pool import load
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
@@ -36,8 +37,7 @@ def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
-    if config.has_env:
-        source_of(config).load()
+    load(config.environment)
     if not _on_hub(config):
         data.check_files(config.data)
     data.read_lengths(config.rollout)
@@ -75,8 +75,7 @@ def preflight(resolved: Resolved) -> None:
         resolved.local_world,
         resolved.models["policy"].config,
     )
-    if config.has_env:
-        language_of(config, resolved.tokenizer)
+    language_of(config, resolved.tokenizer)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

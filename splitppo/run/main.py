@@ -176,25 +176,21 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     template if rows have turns."""
     config = resolved.config
     reward = config.reward
-    known = resolved.data
-    turns = None
-    if config.has_env:
-        turns, _ = language_of(config, resolved.tokenizer)
-        known = replace(known, chat_kwargs=json.dumps(turns.arguments))
+    turns, _ = language_of(config, resolved.tokenizer)
     scored: dict[data.Split, str] = {
         "train": "function",
         "validation": "validation" if reward.validation else "function",
     }
     training, validation = (
         data.load_prompts(
-            known,
+            resolved.data,
             resolved.tokenizer,
             seed=config.seed,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             now=resolved.now,
             split=split,
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
-            instruct=turns.instructed if turns else list,
+            render=turns.render if turns else None,
         )
         for split, name in scored.items()
     )

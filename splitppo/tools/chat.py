@@ -70,7 +70,7 @@ def load(
     import torch
 
     from splitppo.data.files import Row
-    from splitppo.data.prompts import Instruct, tokenize
+    from splitppo.data.prompts import tokenize
     from splitppo.envs.player import language_of, players_of
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
@@ -91,17 +91,13 @@ def load(
     room = min(filter(None, positions), default=2**31) - most
 
     player, _ = players_of(config, tokenizer)
-    known = config.data
-    instruct: Instruct = list
-    if player:
-        turns, _ = language_of(config, tokenizer)
-        known = replace(known, chat_kwargs=json.dumps(turns.arguments))
-        instruct = turns.instructed
+    turns, _ = language_of(config, tokenizer)
+    render = turns.render if turns else None
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
         prompts, wrong = tokenize(
-            known, {0: Row("the prompt", line, "", "", {})}, tokenizer, instruct=instruct
+            config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer, render=render
         )
         if wrong:
             raise wrong[0]

@@ -4,15 +4,18 @@ rank. What fails there is a `Failure` of one row, and nothing of it is left over
 A worker imports this package: no torch, no numpy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from splitppo.job.loading import describe
+from splitppo.errors import say
+from splitppo.workers.loading import describe
 
 # Makes what answers a worker's messages, from `Work.arguments`; raises UserError. It is called with
 # each message, and returns the user's result, or an awaitable of it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
+
+FAILING_STEPS = 3  # the run ends when in so many steps in a row nothing has given a result
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Failure:
     function: str  # its short name; workers leave it empty
     kind: Literal["timeout", "error", "invalid", "crash", "memory", "replay"]
     text: str  # one line: the exception and its place, or how the process ended
+    sure: bool = True  # or another row of the process may be the cause
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,25 @@ class Work:
         if not (self.memory and isinstance(error, MemoryError)):
             return Failure("", "error", describe(error))
         text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
-        return Failure("", "memory", text)
+        return Failure("", "memory", text, sure=False)
 
-    def timed_out(self, *, blocks: bool = False) -> Failure:
-        """The failure of a call that took too long. `blocks`: an async function that blocked its
-        event loop."""
-        why = ", and never awaited: await what takes long, or write a plain def" if blocks else ""
+    def timed_out(self, why: str = "", *, sure: bool = True) -> Failure:
+        """The failure of a call that took too long."""
         text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
-        return Failure("", "timeout", text)
+        return Failure("", "timeout", text, sure)
+
+
+def say_failures(
+    where: str, failures: Sequence[tuple[int, Failure]], what: str = "rewards"
+) -> None:
+    """Prints a step's failures, if there are any, in one line that begins with `where`: the number
+    of each function and kind, and the first of them."""
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for row, failure in failures:
+        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
+    if found:
+        texts = (
+            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
+            for (name, kind), rows in sorted(found.items())
+        )
+        say(f"{where}{what} that failed: {'; '.join(texts)}")

@@ -22,16 +22,8 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import keep
-from splitppo.job.loading import awaited
-from splitppo.workers import Failure, Handler, Work
-
-
-def send(connection: Connection, key: int, answer: Any) -> None:
-    """Sends an answer. A process without memory ends: others of its rows may have taken it, and the
-    next process has it again."""
-    connection.send((key, answer))
-    if isinstance(answer, Failure) and answer.kind == "memory":
-        os._exit(1)
+from splitppo.workers import Handler, Work
+from splitppo.workers.loading import awaited
 
 
 def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -45,7 +37,7 @@ def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
                 answer = read(runner.run(awaited(result)))
             except BaseException as error:  # SystemExit, too, is a failure of this row
                 answer = work.failed(error)
-            send(connection, key, answer)
+            connection.send((key, answer))
 
 
 async def serve_async(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -63,7 +55,7 @@ async def serve_async(connection: Connection, handler: Handler, work: Work) -> N
             if (task := asyncio.current_task()) and task.cancelling():  # this worker ends
                 raise
             answer = work.timed_out() if limit.expired() else work.failed(error)
-        send(connection, key, answer)
+        connection.send((key, answer))
 
     async with asyncio.TaskGroup() as tasks:
         while True:

@@ -24,6 +24,7 @@ from splitppo.workers import Failure, Work
 
 _GRACE = 2.0  # seconds that the workers have to exit by themselves when the pool closes
 _CANCEL = 1.0  # seconds that an async function has to end after it was cancelled at the time limit
+BLOCKS = ", and never awaited: await what takes long, or write a plain def"
 
 
 class Worker:
@@ -46,16 +47,22 @@ class Worker:
 
     def _start(self) -> None:
         # those that the process owes
-        self.answers: dict[int, asyncio.Future[tuple[Any, bool]]] = {}
+        self.answers: dict[int, asyncio.Future[Any]] = {}
         ours, its = socket.socketpair()
         # a worker that is stuck reads nothing: to send a long row to it must not wait for ever
         ours.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.limit) + 1, 0)
         )
-        command = [sys.executable, "-u", "-m", "splitppo.workers.main"]
         with its:
             self.process = subprocess.Popen(
-                [*command, str(its.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "splitppo.workers.main",
+                    str(its.fileno()),
+                    str(os.getpid()),
+                ],
                 env=clean_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
@@ -66,15 +73,13 @@ class Worker:
         self.loaded = self.loop.create_task(self._load())
 
     async def _load(self) -> str:
-        answer, _ = await self._ask(None, sys.path, self.work)
+        answer = await self._ask(None, sys.path, self.work)
         if isinstance(answer, Failure):
             return f"{answer.text} while it imported {self.work.names}; fix the file"
         return answer and f"in a worker: {answer}"
 
-    async def call(self, *message: Any) -> tuple[Any, bool]:
-        """The answer to a message, and whether it is that message's: if the process ended while it
-        had several, any of them may have ended it. Raises UserError if the user's files can't be
-        imported."""
+    async def call(self, *message: Any) -> Any:
+        """The answer to a message. Raises UserError if the user's files can't be imported."""
         async with self.free:
             while not self.loaded.done():
                 await asyncio.shield(self.loaded)
@@ -82,7 +87,7 @@ class Worker:
                 raise UserError(why)
             return await self._ask(self.limit, *message)
 
-    async def _ask(self, limit: float | None, *message: Any) -> tuple[Any, bool]:
+    async def _ask(self, limit: float | None, *message: Any) -> Any:
         """Sends a message and waits for the answer or the end of the process, which is killed after
         `limit` seconds."""
         self.answers[key := next(self.keys)] = answer = self.loop.create_future()
@@ -94,8 +99,8 @@ class Worker:
         if answer.done():
             return answer.result()
         self.process.send_signal(signal.SIGHUP)
-        _, sure = await answer
-        return self.work.timed_out(blocks=self.work.asynchronous), sure
+        sure = getattr(await answer, "sure", True)
+        return self.work.timed_out(BLOCKS if self.work.asynchronous else "", sure=sure)
 
     def _read(self) -> None:
         """Takes the answers that have arrived. The event loop does so before it looks at the
@@ -103,12 +108,15 @@ class Worker:
         try:
             while self.connection.poll():
                 key, answer = self.connection.recv()
-                self.answers.pop(key).set_result((answer, True))
+                self.answers.pop(key).set_result(answer)
+                if getattr(answer, "kind", "") == "memory":
+                    # others of its rows may have taken it, and the next process has it again
+                    raise EOFError
         except (EOFError, OSError):  # the process has ended, with all that it started
             self.disconnect()
-            failure = Failure("", "crash", self.end())
+            failure = Failure("", "crash", self.end(), sure=len(self.answers) == 1)
             for answer in self.answers.values():
-                answer.set_result((failure, len(self.answers) == 1))
+                answer.set_result(failure)
             if self.loaded.done() and not self.loaded.result():
                 self._start()
 
@@ -161,19 +169,16 @@ class Pool:
             finally:
                 worker.rows -= 1
 
-    async def _settle(
-        self, worker: Worker, ask: Callable[[Worker], Awaitable[tuple[Any, bool]]]
-    ) -> Any:
-        """What `ask` gets from the worker; if it says that another's message may be the cause, what
-        it gets from a worker that has nothing else, at most twice."""
-        answer, sure = await ask(worker)
-        if not sure:
-            async with self._one:
-                self._alone = self._alone or [Worker(self.work)]
-                answer, sure = await ask(self._alone[0])
-                if not sure:
-                    answer, _ = await ask(self._alone[0])
-        return answer
+    async def _settle(self, worker: Worker, ask: Callable[[Worker], Awaitable[Any]]) -> Any:
+        """What `ask` gets from the worker; if another row may be the cause of its failure, what it
+        gets from a worker that has nothing else. Twice, or an earlier row may be."""
+        answer = await ask(worker)
+        if getattr(answer, "sure", True):
+            return answer
+        async with self._one:
+            self._alone = self._alone or [Worker(self.work)]
+            answer = await ask(self._alone[0])
+            return answer if getattr(answer, "sure", True) else await ask(self._alone[0])
 
     def close(self) -> None:
         """Ends the workers. What has no answer yet is cancelled."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from splitppo.config import EnvConfig
 from splitppo.envs import Message, Turn
-from splitppo.envs.pool import Began, EnvPool, Source
+from splitppo.envs.pool import EnvPool
 from splitppo.errors import UserError
 from splitppo.workers import Failure
 
@@ -94,32 +95,36 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def pool(file: Path, name: str = "Count", workers: int = 1, **how: Any) -> Iterator[EnvPool]:
-    made = EnvPool(Source(f"{file}:{name}"), workers, **{"timeout": 20, **how})
+def pool(
+    file: Path, name: str = "Count", workers: int = 1, *, timeout: float = 20, **how: Any
+) -> Iterator[EnvPool]:
+    made = EnvPool(EnvConfig(path=f"{file}:{name}", timeout=timeout), workers, **how)
     try:
         yield made
     finally:
         made.close()
 
 
+def said(*texts: str) -> list[Message]:
+    return [Message("assistant", text) for text in texts]
+
+
 def play(envs: EnvPool, rows: list[dict[str, Any]], messages: list[str]) -> list[Any]:
     """Plays all rows at once, each with its number as the seed: their turns without metrics, or
     the failure."""
-    waiting: dict[int, Any] = {key: envs.begin(key, row, key) for key, row in enumerate(rows)}
-    found: dict[int, list[Any]] = {key: [future.result()] for key, future in waiting.items()}
-    for message in messages:
-        going = [key for key, said in found.items() if not isinstance(said[-1], Failure)]
-        waiting = {key: envs.step(key, Message("assistant", message)) for key in going}
+    found: dict[int, Any] = {key: [] for key in range(len(rows))}
+    for count in range(len(messages) + 1):
+        going = [key for key, heard in found.items() if not isinstance(heard, Failure)]
+        waiting = {key: envs.play(key, rows[key], key, said(*messages[:count])) for key in going}
         for key, future in waiting.items():
-            found[key].append(future.result())
+            heard = future.result()
+            if isinstance(heard, Failure):
+                found[key] = heard
+            elif count:  # also of a new process, which tells all
+                found[key].append((heard[-1].messages[0].content, heard[-1].reward))
     for key in found:
         envs.end(key)
-    return [
-        said[-1]
-        if isinstance(said[-1], Failure)
-        else [(turn.messages[0].content, turn.reward) for turn in said[1:]]
-        for said in found.values()
-    ]
+    return list(found.values())
 
 
 def processes(*words: bytes) -> list[int]:
@@ -169,13 +174,13 @@ def test_each_fault_costs_its_row_alone(
         found = play(envs, [{"does": what} for what in does], TALK)
         with pool(file) as other:
             healthy = play(other, [{}] * len(does), TALK)
-    for what, said, expected in zip(does, found, healthy, strict=True):
+    for what, heard, expected in zip(does, found, healthy, strict=True):
         if what in FAULTS:
             kind, text = FAULTS[what]
-            assert (said.function, said.kind) == ("Count", kind), said
-            assert re.search(text, said.text), said
+            assert (heard.function, heard.kind) == ("Count", kind), heard
+            assert re.search(text, heard.text), heard
         else:
-            assert said == expected, what
+            assert heard == expected, what
     assert len(capfd.readouterr().out) < 500_000
     assert not workers_of(os.getpid())
     assert gone(b"sleep", b"61.25")
@@ -185,8 +190,8 @@ def test_an_environment_is_closed_once(file: Path, tmp_path: Path) -> None:
     does = {"ended": "nothing", "failed": "raises", "open": "nothing"}
     with pool(file) as envs:
         for key, (name, what) in enumerate(does.items()):
-            envs.begin(key, {"does": what, "closed": f"{tmp_path}/{name}"}, 0).result()
-            envs.step(key, Message("assistant", "trouble")).result()
+            row = {"does": what, "closed": f"{tmp_path}/{name}"}
+            envs.play(key, row, 0, said("trouble")).result()
         envs.end(0)
         envs.end(1)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(does, "x")
@@ -195,10 +200,9 @@ def test_an_environment_is_closed_once(file: Path, tmp_path: Path) -> None:
 def test_close_ends_what_is_under_way(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     def begin_and_close() -> None:
         with pool(file) as envs:
-            envs.begin(0, {"does": "hangs"}, 0).result()
-            step = envs.step(0, Message("assistant", "trouble"))
+            step = envs.play(0, {"does": "hangs"}, 0, said("trouble"))
             step.add_done_callback(lambda _: envs.end(0))
-            envs.begin(1, {}, 0)  # waits for the step
+            envs.play(1, {}, 0, [])  # waits for the step
         assert step.cancelled()
 
     begin_and_close()
@@ -218,48 +222,20 @@ def test_results_are_the_same_for_any_number_of_workers_and_any_delays(file: Pat
 
 
 def test_an_environment_goes_on_in_another_process_where_it_was(file: Path) -> None:
+    began = [Message("user", "from 5")]
     with pool(file) as envs:
-        began = envs.begin(0, {"prompt": 1}, 5).result()
-        assert began == Began([Message("user", "from 5")], [])
-        first = envs.step(0, Message("assistant", "a")).result()
+        assert envs.play(0, {"prompt": 1}, 5, []).result() == [began]
+        first = envs.play(0, {"prompt": 1}, 5, said("a")).result()
         before = workers_of(os.getpid())
         os.kill(max(before), signal.SIGKILL)
-        second = envs.step(0, Message("assistant", "bb")).result()
+        second = envs.play(0, {"prompt": 1}, 5, said("a", "bb")).result()
         assert not {*before} & {*workers_of(os.getpid())}
         # what another rank gets that takes the row over
-        played = [Message("assistant", "a"), Message("assistant", "bb")]
-        again = envs.begin(1, {"prompt": 1}, 5, played).result()
-    assert again == ([Message("user", "from 5")], [first, second])
-    assert first != second
-
-
-@pytest.mark.parametrize(("at", "where"), [(0, "in reset"), (2, "to message 2")])
-def test_an_environment_that_answers_a_replay_otherwise_fails_its_row(
-    file: Path, at: int, where: str
-) -> None:
-    played = [Message("assistant", "a"), Message("assistant", "b")]
-    with pool(file) as envs:
-        first = envs.begin(0, {}, 1, played).result()
-        assert isinstance(first, Began)
-        said: list[Any] = [first.messages, *first.turns]
-        assert envs.begin(1, {}, 1, played, said).result() == first
-        said[at] = Turn(reward=7)
-        other = envs.begin(2, {}, 1, played, said).result()
-    assert isinstance(other, Failure)
-    assert (other.function, other.kind) == ("Count", "replay")
-    assert where in other.text
-
-
-def test_a_replay_after_a_crash_is_compared(file: Path) -> None:
-    with pool(file) as envs:
-        envs.begin(0, {"does": "changes"}, 1).result()
-        envs.begin(1, {"does": "dies"}, 1).result()
-        trouble = Message("assistant", "trouble")
-        assert isinstance(envs.step(0, trouble).result(), Turn)
-        assert isinstance(envs.step(1, trouble).result(), Failure)
-        changed = envs.step(0, Message("assistant", "a")).result()
-    assert isinstance(changed, Failure)
-    assert changed.kind == "replay"
+        again = envs.play(1, {"prompt": 1}, 5, said("a", "bb")).result()
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert again == second == [began, *first, second[-1]]
+    assert first[0] != second[-1]
 
 
 def test_memory_that_others_of_a_worker_hold_fails_no_row(file: Path) -> None:
@@ -272,7 +248,7 @@ def test_memory_that_others_of_a_worker_hold_fails_no_row(file: Path) -> None:
 def test_async_steps_wait_at_the_same_time_and_a_fault_costs_its_row_alone(file: Path) -> None:
     faults = {"does": "dies"}, {"does": "hangs"}
     with pool(file, "Waits", timeout=0.8) as envs:
-        envs.begin(99, {}, 0).result()
+        envs.play(99, {}, 0, []).result()
         start = time.monotonic()
         found = play(envs, [{}] * 30, ["a"])
         assert time.monotonic() - start < 5  # one after the other: 9 s
@@ -281,7 +257,7 @@ def test_async_steps_wait_at_the_same_time_and_a_fault_costs_its_row_alone(file:
     with pool(file) as plain:
         assert found == play(plain, [{}] * 30, ["a"])
         assert mixed[:1] == play(plain, [{}], ["trouble"])
-    assert [said.kind for said in mixed[1:]] == ["crash", "timeout"]
+    assert [heard.kind for heard in mixed[1:]] == ["crash", "timeout"]
     assert "never awaited" in mixed[2].text
     assert slow[0].kind == "timeout"
 
@@ -294,27 +270,26 @@ def test_what_a_user_s_class_says_arrives_as_plain_values(file: Path) -> None:
 def test_tools_and_built_in_environments(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("class Half: pass\n")
     with pytest.raises(UserError, match="reset is not an environment's"):
-        EnvPool(Source(f"{tmp_path}/wrong.py:Half"), 1, 1)
-    for source, said in (
-        (Source("guess"), "A number"),
-        (Source(tools=("calculator",), format_reward=0.5), None),
+        EnvPool(EnvConfig(path=f"{tmp_path}/wrong.py:Half"), 1)
+    for env, prompt in (
+        (EnvConfig(path="guess"), "A number"),
+        (EnvConfig(tools=("calculator",), format_reward=0.5), "[]"),
     ):
-        with contextlib.closing(EnvPool(source, 1, 20)) as envs:
-            began = envs.begin(0, {}, 0).result()
-            assert isinstance(began, Began)
-            assert (began.messages is None) if said is None else said in str(began.messages)
-            assert isinstance(envs.step(0, Message("assistant", "7")).result(), Turn)
+        with contextlib.closing(EnvPool(env, 1)) as envs:
+            began, turn = envs.play(0, {}, 0, said("7")).result()  # type: ignore
+            assert prompt in str(began)
+            assert isinstance(turn, Turn)
 
 
 @pytest.mark.parametrize("does", ["nothing", "leaves_and_hangs"])
 def test_a_killed_trainer_leaves_nothing(file: Path, does: str) -> None:
     code = f"""
 import signal
+from splitppo.config import EnvConfig
 from splitppo.envs import Message
-from splitppo.envs.pool import EnvPool, Source
-envs = EnvPool(Source("{file}:Count"), 2, 60)
-envs.begin(0, {{"does": "{does}"}}, 0).result()
-waiting = envs.step(0, Message("assistant", "trouble"))
+from splitppo.envs.pool import EnvPool
+envs = EnvPool(EnvConfig(path="{file}:Count", timeout=60), 2)
+waiting = envs.play(0, {{"does": "{does}"}}, 0, [Message("assistant", "trouble")])
 if "{does}" == "nothing":
     waiting.result()
 print("asked", flush=True)
@@ -336,12 +311,13 @@ signal.pause()
 def test_a_flood_stops_no_row_if_nobody_reads_it(file: Path) -> None:
     code = f"""
 import os
+from splitppo.config import EnvConfig
 from splitppo.envs import Message
-from splitppo.envs.pool import EnvPool, Source
-envs = EnvPool(Source("{file}:Count"), 1, 20)
-envs.begin(0, {{"does": "prints"}}, 0).result()
-said = [envs.step(0, Message("assistant", "trouble")).result() for _ in range(2)]
-os.write(2, repr(said[1].reward).encode())
+from splitppo.envs.pool import EnvPool
+envs = EnvPool(EnvConfig(path="{file}:Count"), 1)
+said = [Message("assistant", "trouble")] * 2
+turn = envs.play(0, {{"does": "prints"}}, 0, said).result()[-1]
+os.write(2, repr(turn.reward).encode())
 envs.close()
 """
     reads, writes = os.pipe()

@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from splitppo.envs import Call, Message, Turn, load_env, read_turn
+from splitppo.config import EnvConfig
+from splitppo.envs import Call, Message, Turn, read_turn
 from splitppo.envs.calculator import calculator
 from splitppo.envs.guess import Guess, best_score
-from splitppo.envs.tools import CallReader, instructions, load_tools, tool_env, tool_schemas
+from splitppo.envs.pool import load
+from splitppo.envs.tools import ToolEnv, call_reader, instructions, load_tools, tool_schemas
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 
@@ -67,11 +69,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_environments_have_names(file: Path):
-    env = load_env(f"{file}:Echo")({"prompt": "p"}, 7)
+    env = load(EnvConfig(path=f"{file}:Echo"))[0]({"prompt": "p"}, 7)
     turn = env.step(Message("assistant", "hello"))
     assert read_turn(turn) == Turn([Message("user", "hello")], 1.0)
-    assert load_env("guess") is Guess
-    (file.parent / "broken.py").write_text("import nothing_there")
+    assert load(EnvConfig(path="guess")) == (Guess, False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_environments_have_names(file: Path):
 def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
     (file.parent / "broken.py").write_text("import nothing_there")
     with pytest.raises(UserError) as caught:
-        load_env(named.format(d=file.parent))
+        load(EnvConfig(path=named.format(d=file.parent)))
     assert message.format(d=file.parent) in str(caught.value)
 
 
@@ -126,8 +127,8 @@ READ: list[tuple[str, str, list[Call] | str]] = [
     ("hermes", '<tool_call>{"name": "multiply", "argum</tool_call>', "the call is no JSON"),
     ("hermes", "<tool_call></tool_call>", "the call is no JSON"),
     ("hermes", "<tool_call>[3]</tool_call>", "a call is"),
-    ("hermes", '<tool_call>{"name": "multiply", "arguments": [3]}</tool_call>', "no JSON object"),
-    ("hermes", '<tool_call>{"name": "multiply", "arguments": "3 4"}</tool_call>', "no JSON"),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": [3]}</tool_call>', "a call is"),
+    ("hermes", '<tool_call>{"name": "multiply", "arguments": "3 4"}</tool_call>', "a call is"),
     ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "the call is no JSON"),
     ("hermes", '{"name": "multiply", "arguments": {"a": 3}}', []),
     ("llama", '{"name": "multiply", "parameters": {"a": 3}}<eos>', [A]),
@@ -149,7 +150,7 @@ def test_calls_are_read(call_format: str, text: str, expected: list[Call] | str)
     tokenizer = SimpleNamespace(
         chat_template=None, decode=lambda ids, skip_special_tokens: "".join(ids)
     )
-    message = CallReader(tokenizer, [], call_format)([], list(text))  # type: ignore
+    message = call_reader(tokenizer, [], call_format)([], list(text))  # type: ignore
     if isinstance(expected, str):
         assert [expected in call.error for call in message.tool_calls] == [True]
     else:
@@ -170,13 +171,13 @@ def test_the_format_is_the_templates(template: str | None, text: str):
     tokenizer = SimpleNamespace(
         chat_template=template, decode=lambda ids, skip_special_tokens: "".join(ids)
     )
-    assert CallReader(tokenizer, [])([], list(text)).tool_calls == (A,)  # type: ignore
+    assert call_reader(tokenizer, [])([], list(text)).tool_calls == (A,)  # type: ignore
 
 
 @pytest.mark.parametrize(("call_format", "message"), [("(", "no regular"), ("call", "no group")])
 def test_a_wrong_format_is_refused(call_format: str, message: str):
     with pytest.raises(UserError, match=message):
-        CallReader(build_tokenizer(), [], call_format)
+        call_reader(build_tokenizer(), [], call_format)
 
 
 def test_a_response_template_reads_calls(file: Path):
@@ -194,7 +195,7 @@ def test_a_response_template_reads_calls(file: Path):
             "content": {"close_pattern": "<eos>", "content": "text"},
         },
     }  # fmt: skip
-    read = CallReader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
+    read = call_reader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
 
     def reading(text: str, before: str = "what? A:") -> Message:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -214,19 +215,23 @@ ENV: list[tuple[Call, str]] = [
     (Call("divide", {}), "error: there is no function 'divide'; there are multiply, calculator"),
     (Call("multiply", {"b": 3}), "error: multiply(a: int, b: float = 2.0) -> float: missing a"),
     (Call("multiply", {"a": 3, "c": 3}), "error: multiply(a: int, b: float = 2.0) -> float: got"),
-    (Call("multiply", {"a": "3"}), 'error: multiply: a must be an integer, not "3"'),
-    (Call("multiply", {"a": True}), "error: multiply: a must be an integer, not true"),
-    (Call("multiply", {"a": 3.5}), "error: multiply: a must be an integer, not 3.5"),
+    (Call("multiply", {"a": "3"}), 'error: multiply: a must be int, not "3"'),
+    (Call("multiply", {"a": True}), "error: multiply: a must be int, not true"),
+    (Call("multiply", {"a": 3.5}), "error: multiply: a must be int, not 3.5"),
     (Call("calculator", {"expression": "1/0"}), "error: ZeroDivisionError: division by zero"),
 ]
+
+
+def step(env: ToolEnv, text: str, *calls: Call) -> Turn:
+    return read_turn(asyncio.run(env.step(Message("assistant", text, calls))))
 
 
 @pytest.mark.parametrize(("call", "answer"), ENV)
 def test_a_call_is_answered(file: Path, call: Call, answer: str):
     tools = load_tools([f"{file}:multiply", "calculator"])
-    env = tool_env(tools, format_reward=0.1)({}, 0)
+    env = ToolEnv(tools, format_reward=0.1)
     assert env.reset() is None
-    turn = read_turn(env.step(Message("assistant", "", (call,))))
+    turn = step(env, "", call)
     (message,) = turn.messages
     assert message.role == "tool"
     assert message.content.startswith(answer)
@@ -236,23 +241,24 @@ def test_a_call_is_answered(file: Path, call: Call, answer: str):
 
 
 def test_the_reward_for_the_format_comes_once(file: Path):
-    env = tool_env(load_tools([f"{file}:multiply"]), format_reward=0.1)({}, 0)
+    env = ToolEnv(load_tools([f"{file}:multiply"]), format_reward=0.1)
     bad = Call("", error="no JSON")
-    turns = [env.step(Message("assistant", "", calls)) for calls in ((A, bad), (A, B), (A,))]
-    assert [read_turn(turn).reward for turn in turns] == [0.0, 0.1, 0.0]
-    assert env.step(Message("assistant", "12")) == Turn(done=True)
+    turns = [step(env, "", *calls) for calls in ((A, bad), (A, B), (A,))]
+    assert [turn.reward for turn in turns] == [0.0, 0.1, 0.0]
+    assert step(env, "12") == Turn(done=True)
 
 
 def test_an_async_tool_makes_an_async_environment(file: Path):
-    env = tool_env(load_tools([f"{file}:wait", f"{file}:thread"]))({}, 0)
-    calls = (Call("wait", {"text": "x"}, id="one"), Call("thread"))
-    turn = asyncio.run(env.step(Message("assistant", "", calls)))  # type: ignore
+    env = ToolEnv(load_tools([f"{file}:wait", f"{file}:thread"]))
+    turn = step(env, "", Call("wait", {"text": "x"}, id="one"), Call("thread"))
     # a plain function must not hold up the other rows of the process
     assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
-    plain = tool_env(load_tools([f"{file}:thread"]))({}, 0)
-    turn_of_plain = read_turn(plain.step(Message("assistant", "", (Call("thread"),))))
-    assert turn_of_plain.messages[0].content == "true"
+    plain = ToolEnv(load_tools([f"{file}:thread"]))
+    assert step(plain, "", Call("thread")).messages[0].content == "true"
     assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", call_id="one")
+    for tools, asynchronous in ((("thread",), False), (("thread", "wait"), True)):
+        names = tuple(f"{file}:{name}" for name in tools)
+        assert load(EnvConfig(tools=names))[1] is asynchronous
 
 
 def test_schemas_and_instructions(file: Path):

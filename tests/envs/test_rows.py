@@ -162,7 +162,7 @@ def test_what_ends_a_row(info, options, end, turns):
     assert bool(failures) == (end == "failed")
     if failures:
         assert row.rewards == [0.0] * (turns - 1) + [-7.0]
-    assert not sampler.player._keys
+    assert not sampler.player._rows
 
 
 def test_a_long_answer_is_cut():
@@ -219,7 +219,7 @@ def test_a_slot_decodes_its_window_whatever_the_answers_take():
             if segment.logprobs is not None and segment.version == step
         ]
         assert sum(sampled) == 3 * 4
-    assert all(row.added >= 0 for row in sampler.open.values())
+    assert all(row.total >= row.tokens for row in sampler.open.values())
 
 
 def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
@@ -233,13 +233,24 @@ def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
     assert (row.row, row.end, row.tokens, row.fresh) == (0, "limit", 6, 0)
 
 
-def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch):
+@pytest.mark.parametrize("why", ["answered turn 1 otherwise", "began with another prompt"])
+@pytest.mark.parametrize("moves", [True, False], ids=["at another rank", "after its worker's end"])
+def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch, why, moves):
     sampler = sampler_of({"turns": 4, "asks": 1}, window=4)
     played(sampler)
     sampler.gather_open(ALONE)
     assert any(len(row.turns) > 1 for row in sampler.held.values())
-    sampler.player = sampler_of({}).player
-    monkeypatch.setattr(Env, "step", lambda self, message: Turn([Message("user", "other.")]))
+    if moves:
+        sampler.player = sampler_of({}).player
+    else:
+        sampler.player.pool.envs.clear()
+    other = [Message("user", "other.")]
+    if "prompt" in why:
+        monkeypatch.setattr(Env, "reset", lambda self: other)
+    else:
+        monkeypatch.setattr(Env, "step", lambda self, message: Turn(other))
     rows = [row for step in range(2, 5) for row in played(sampler, step) if row.end == "failed"]
     assert rows
-    assert "answered turn 1 otherwise" in sampler.player.failures[0][1].text
+    failure = sampler.player.failures[0][1]
+    assert (failure.function, failure.kind) == ("local", "replay")
+    assert why in failure.text

@@ -61,9 +61,7 @@ def test_200_dialogues(name: str):
                 Message(role, "".join(draw.choices(WORDS, k=4)).strip() + ".", call_id="123456789")
                 for _ in range(count)
             ]
-            observed = turns.observation(messages, said)
-            assert not observed.cut
-            ids += observed.ids
+            ids += turns.observation(messages, said)
             dialogue += [
                 {"role": role, "content": message.content, "tool_call_id": message.call_id}
                 for message in messages
@@ -85,13 +83,13 @@ def test_the_line_end_behind_a_turn_is_observed():
     turns = Turns(tokenizer)
     end = tokenizer.eos_token_id
     said = [5, 6, end]
-    observed = turns.observation([THINKING], said).ids
+    observed = turns.observation([THINKING], said)
     assert (
         tokenizer.decode(observed) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     )
     # by a stop string, which may stand behind the template's end, too
     for other in ([5, 6], [], [5, *tokenizer("\n")["input_ids"]]):
-        assert turns.observation([THINKING], other).ids == [end, *observed]
+        assert turns.observation([THINKING], other) == [end, *observed]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_what_was_thought_stays_with_keep():
     turns = Turns(tokenizer)
     said = tokenizer("<think>\na\n</think>\n\nb<|im_end|>", add_special_tokens=False)["input_ids"]
     prompt = turns.prompt([{"role": "user", "content": "asked"}])
-    row = prompt + said + turns.observation([THINKING], said).ids
+    row = prompt + said + turns.observation([THINKING], said)
     start = "<|im_start|>user\nasked<|im_end|>\n<|im_start|>assistant\n"
     between = "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(row) == f"{start}<think>\na\n</think>\n\nb<|im_end|>{between}"
@@ -170,7 +168,7 @@ def test_without_a_chat_template():
     turns.check([{"role": "user", "content": "a"}], "user")
     assert tokenizer.decode(turns.prompt([Message("user", "0-9?\n")])) == "0-9?\n"
     said = [7, tokenizer.eos_token_id]
-    observed = turns.observation([Message("user", "lower\n"), Message("user", "x")], said).ids
+    observed = turns.observation([Message("user", "lower\n"), Message("user", "x")], said)
     assert tokenizer.decode(observed) == "lower\nx"
     with pytest.raises(UserError, match="needs a chat template"):
         Turns(tokenizer, tools=[SCHEMA])
@@ -183,7 +181,7 @@ def test_no_space_comes_before_an_observation():
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     assert tokenizer("lo")["input_ids"][0] == letters["\u2581"]
-    observed = Turns(tokenizer).observation([Message("user", "lower")], [0]).ids
+    observed = Turns(tokenizer).observation([Message("user", "lower")], [0])
     assert observed == [letters[letter] for letter in "lower"]
 
 
@@ -193,19 +191,16 @@ def test_an_observation_is_cut():
     messages = [Message("tool", "b" * 5000), Message("tool", "short")]
     said = [5, tokenizer.eos_token_id]
     whole = turns.observation(messages, said)
-    assert not whole.cut
-    for limit in (100, 200, len(whole.ids) - 1):
-        ids, cut = turns.observation(messages, said, limit)
+    assert CUT not in tokenizer.decode(whole)
+    for limit in (100, 200, len(whole) - 1):
+        ids = turns.observation(messages, said, limit)
         text = tokenizer.decode(ids)
-        assert cut
         assert limit - 15 < len(ids) <= limit
         assert f"b{CUT}<|im_end|>" in text
         assert text.endswith("short<|im_end|>\n<|im_start|>assistant\n")
-    assert turns.observation(messages, said, len(whole.ids)) == whole
+    assert turns.observation(messages, said, len(whole)) == whole
     # the template's own tokens are over the limit
-    ids, cut = turns.observation(messages, said, 3)
-    assert cut
-    assert "b" not in tokenizer.decode(ids)
+    assert "b" not in tokenizer.decode(turns.observation(messages, said, 3))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -215,7 +210,7 @@ def test_an_observation_is_read_as_its_messages(name):
         for texts in (["ab b"], ["a", "b ab", "a b"][: 1 if role == "system" else 3]):
             messages = [Message(role, text, name="f") for text in texts]
             try:
-                ids = turns.observation(messages, []).ids
+                ids = turns.observation(messages, [])
             except UserError:  # Gemma's: no two of a role
                 continue
             read = turns.read(ids)

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from splitppo.errors import UserError, one_line
@@ -19,7 +19,7 @@ from splitppo.errors import UserError, one_line
 IMPORTED = "splitppo_reward_"
 
 
-def find_in_file(named: str, setting: str, *, what: str, known: str) -> Any:
+def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
     """What `path/to/file.py:name` names, once the file is imported. `what` the file is and the
     `known` names that need no file are for messages. Raises UserError if there is no such file or
     name, or the import fails."""
@@ -37,11 +37,11 @@ def find_in_file(named: str, setting: str, *, what: str, known: str) -> Any:
             f"importing the {what} file {file} failed: {describe(error)}; fix the file"
         ) from error
     if not hasattr(module, name):
-        kind = "classes" if what == "environment" else "functions"
-        is_kind = inspect.isclass if what == "environment" else inspect.isfunction
-        defined = ", ".join(key for key, value in vars(module).items() if is_kind(value))
+        kind = type if what == "environment" else FunctionType
+        defined = ", ".join(key for key, value in vars(module).items() if isinstance(value, kind))
         raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; {kind} there: {defined or 'none'}"
+            f"{wrong} {path} has no {name} when it is imported; "
+            f"{'classes' if kind is type else 'functions'} there: {defined or 'none'}"
         )
     return getattr(module, name)
 
