@@ -174,7 +174,7 @@ class Config:
     """Go on in run_dir although settings have changed that make it another run. Without a
     checkpoint: start again."""
     dry_run: bool = False
-    """Print config, placement, messages and memory, and stop. Needs no torchrun."""
+    """Print the resolved config, data, placement and memory, and stop. Needs no torchrun."""
     world_size: int | None = None
     """Ranks to plan for in a dry run. Unset: torchrun's, or 1."""
     nodes: int = 1

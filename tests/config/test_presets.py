@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import tyro
+from measured import read_figures
 from ranks import run_ranks
 from runs import main_rank, records
 from transformers import (
@@ -44,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 PRESETS = [str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.toml"))]
 # pages that name modules, or what is no more
-DEVELOPERS = {"architecture.md", "renamed.md", "measured_history.md"}
+DEVELOPERS = {"architecture.md", "package.md", "renamed.md", "measured_history.md"}
 PAGES = (
     *sorted(page.name for page in DOCS.glob("*.md") if page.name not in DEVELOPERS),
     "../README.md",
@@ -110,6 +112,8 @@ SCRIPT = {
     "rollout.max_new_tokens": 512,
 }
 
+
+Needs = dict[str, tuple[float, str]]  # phase -> GiB, and their parts
 
 # preset -> its GPUs, the shapes of its models, what a GPU of each group needs (GiB)
 LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
@@ -252,41 +256,63 @@ def test_presets_run_dry(
         assert f"{min(5, config.data.validation_rows)} held out" in out
 
 
-@pytest.mark.parametrize("preset", LARGE)
-def test_large_presets_fit_by_the_estimate(
-    preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
-):
-    """With the models' shapes: folders with config.json and a tokenizer. The file says what a GPU
-    needs."""
-    world, names, most = LARGE[preset]
-    flags = [
-        "--policy.random-init",
-        "--compute.device=cuda",
-        f"--data.files={small['train']}",
-        f"--run-dir={tmp_path}",
-    ]
-    for name, kind in names.items():
-        SHAPES[kind].save_pretrained(tmp_path / kind)
-        tokenizer = build_tokenizer()
-        tokenizer.chat_template = CHAT
-        tokenizer.save_pretrained(tmp_path / kind)
-        flags.append(f"--{name}.path={tmp_path / kind}")
+@pytest.fixture
+def needs_of(small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> Callable[..., Needs]:
+    """What the dry run of a preset says that a rank needs, by phase, in GiB; with the shapes of its
+    models: folders with config.json and a tokenizer."""
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
     # no weights there
     monkeypatch.setattr("splitppo.run.resolve.weights.check_folder", lambda *_, **__: None)
-    flags += [f"--data.validation-files={small['test']}", f"--world-size={world}", "--dry-run"]
-    status = train.main([f"--config={CONFIGS / preset}", *flags])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    needs = {phase: float(gib) for phase, gib in re.findall(r"^  (\w+ \w+) ([\d.]+): ", out, re.M)}
+
+    def dry_run(preset: str, *flags: str) -> Needs:
+        world, names, _ = LARGE[preset]
+        argv = [f"--config={CONFIGS / preset}", "--dry-run", "--policy.random-init", *flags]
+        for name, kind in names.items():
+            SHAPES[kind].save_pretrained(tmp_path / kind)
+            tokenizer = build_tokenizer()
+            tokenizer.chat_template = CHAT
+            tokenizer.save_pretrained(tmp_path / kind)
+            argv.append(f"--{name}.path={tmp_path / kind}")
+        argv += [f"--data.files={small['train']}", f"--data.validation-files={small['test']}"]
+        argv += [f"--run-dir={tmp_path}", f"--world-size={world}", "--compute.device=cuda"]
+        status = train.main(argv)
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        found = re.findall(r"^  (\w+ \w+) ([\d.]+): (.*)$", out, re.M)
+        return {phase: (float(gib), parts) for phase, gib, parts in found}
+
+    return dry_run
+
+
+def highest(needs: Needs, role: str) -> float:
+    return max(gib for phase, (gib, _) in needs.items() if phase.startswith(role))
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_large_presets_fit_by_the_estimate(preset: str, needs_of: Callable[..., Needs]):
+    """The file says what a GPU needs."""
+    needs = needs_of(preset)
     assert {f"{role} update" for role in ("actor", "critic")} <= needs.keys()
     text = (CONFIGS / preset).read_text()
     assert text.startswith("# Never run on its real model")
-    for role, gib in most.items():
-        need = max(need for phase, need in needs.items() if phase.startswith(role))
+    for role, gib in LARGE[preset][2].items():
+        need = highest(needs, role)
         assert need == pytest.approx(gib, abs=0.6)
         assert need * 2**30 <= USABLE * 80 * GB
         assert re.search(rf"\b{gib}\b", text.partition("run_dir")[0])
+
+
+def test_what_the_pages_say_of_7b_is_the_estimate(needs_of: Callable[..., Needs]):
+    """By docs/figures.toml for its flags, and by the lines of docs/memory.md for none."""
+    for flags, *due in read_figures()[1]["estimates_7b"]["rows"]:
+        needs = needs_of("gsm8k/qwen2.5_7b.toml", *"".join(re.findall("`(.*)`", flags)).split())
+        assert [round(highest(needs, role)) for role in ("actor", "critic")] == [*map(int, due)]
+        if "`" not in flags:
+            page = (DOCS / "memory.md").read_text()
+            lines = re.findall(r"^      (\w+ \w+) ([\d.]+): (.*), \.\.\.$", page, re.M)
+            assert len(lines) == 3
+            for phase, gib, parts in lines:
+                assert (needs[phase][0], needs[phase][1][: len(parts)]) == (float(gib), parts)
 
 
 STAND_IN = """#!/usr/bin/env bash
@@ -397,7 +423,8 @@ def test_settings_named_in_the_pages_exist(page: str) -> None:
     ]
     assert len(named) > 10 or not page.startswith("from_")
     # a flag of verl's has no dashes, one of TRL's no dot
-    named += [flag.replace("-", "_") for flag in re.findall(r"--([a-z]+(?:\.[a-z-]+)+)", text)]
+    flags = re.findall(r"--([a-z]+(?:\.[a-z-]+)+)", text)
+    named += [flag.replace(".no-", ".").replace("-", "_") for flag in flags]
     assert [name for name in named if name not in known] == []
 
 
