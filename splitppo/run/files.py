@@ -127,8 +127,8 @@ class Tail:
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a row: the question in place of the rendered prompt, and no figures of
-    single tokens."""
-    hidden = ("tokens", "prompt") if "question" in row else ("tokens",)
+    single tokens and turns."""
+    hidden = ("tokens", "turns", "prompt") if "question" in row else ("tokens", "turns")
     return {name: value for name, value in row.items() if name not in hidden}
 
 
