@@ -126,9 +126,9 @@ class Tail:
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of a row: the question in place of the rendered prompt, and no figures of
-    single tokens and turns."""
-    hidden = ("tokens", "turns", "prompt") if "question" in row else ("tokens", "turns")
+    """What a table shows of a row: the question in place of the rendered prompt, and neither
+    figures of single tokens nor messages of single turns."""
+    hidden = ["tokens", "turns", *["prompt"] * ("question" in row)]
     return {name: value for name, value in row.items() if name not in hidden}
 
 

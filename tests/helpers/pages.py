@@ -13,6 +13,8 @@ from splitppo.tools.runs import Column, Run, Span, Step, read_runs
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
 TURNS = [
+    {"role": "system", "content": "You may call add."},
+    {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": 'add{"a": 1}', "reward": 0.25, "value": 0.5},
     {"role": "tool", "content": "error: add(a, b): missing a required argument: 'b'"},
     {"role": "assistant", "content": EVIL, "reward": 0.0, "value": 0.125},

@@ -403,6 +403,8 @@ def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
     write_rows(run / "samples" / "step_000003.jsonl", [row | {"tokens": tokens}, row | {"row": 7}])
     page = show(page_of(run, 2))
     page.select_option("#row-step", "3")
+    asked = page.locator(".question .turn")
+    assert asked.locator("pre").all_inner_texts() == ["You may call add.", "1+1?"]
     turns = page.locator(".answer").nth(1).locator(".turn")
     assert turns.evaluate_all("all => all.map(one => one.dataset.role)") == [
         "assistant",
@@ -411,7 +413,7 @@ def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
     ]
     assert turns.locator(".who").all_inner_texts() == [
         "policy · value 0.5 · reward 0.25",
-        "tool · tool error",
+        "tool · error",
         "policy · value 0.125 · reward 0",
     ]
     assert turns.nth(2).locator("pre").inner_text() == EVIL

@@ -1,158 +1,9 @@
-// ---- curves, which uPlot draws
-
-// Each: whether the card is wide, then metrics with their titles, of which the first that changes is shown.
-const OVERVIEW = [
-  ["wide", {"critic/score/mean": "Training score"}],
-  ["wide", {"val/score/mean": "Held-out score"}],
-  ["", {"critic/vf_explained_var": "Explained variance of the values"}],
-  ["", {"actor/ref_kl": "KL to the reference", "critic/ref_kl": "KL to the reference", "actor/ppo_kl": "KL of the update"}],
-  ["", {"actor/entropy": "Entropy"}],
-  ["", {"response_length/mean": "Response length"}],
-  ["", {"perf/throughput": "Tokens a second"}],
-  ["", {"timing_s/step": "Seconds a step"}],
-];
-const metrics = new Map(data.groups.flatMap(([, found]) => found)); // name: [[run, steps, values], ...]
-const charts = [];
-const logs = new Set(); // metrics whose own log button was pressed
-const hidden = new Set(); // numbers of runs
-let zoom = null; // [from, to] on the x axis; null: all of it
-let extent = [0, 1];
-
-const isConstant = (name) => metrics.get(name).every(([, , values]) => values.every((value) => value === values[0]));
-const isLog = (name) => byId("log-y").checked !== logs.has(name);
-const hasBands = data.runs.some((run, i) => run.group !== i);
-const place = (x) => (byId("unit").value === "steps" ? `step ${Math.round(x)}` : `${number(x)} ${byId("unit").value}`);
-
-function fillCurves() {
-  for (const [size, titles] of OVERVIEW) {
-    const found = Object.keys(titles).filter((name) => metrics.has(name));
-    const name = found.find((name) => !isConstant(name)) ?? found[0];
-    if (name) addChart(byId("overview"), name, titles[name], size);
-  }
-  for (const [title, found] of data.groups) {
-    const names = found.map(([name]) => name).filter((name) => !isConstant(name));
-    if (!names.length) continue;
-    const group = put(byId("groups"), "details", {"data-group": title});
-    const summary = put(group, "summary");
-    put(summary, "b", {}, title);
-    put(summary, "span", {class: "soft"}, names.map((name) => name.replace(`${title}/`, "")).join(", "));
-    const grid = put(group, "div", {class: "charts"});
-    for (const name of names) addChart(grid, name, name, "");
-    group.addEventListener("toggle", () => charts.filter((chart) => group.contains(chart.figure)).forEach(draw));
-  }
-  fillConstants();
-  if (!charts.length) put(byId("overview"), "p", {class: "soft"}, "No metric is recorded.");
-  for (const unit of ["tokens", "hours"]) byId(unit).disabled = data.runs.some((run) => !run.clocks[unit]);
-  byId("band-label").hidden = !hasBands;
-  byId("run-tools").hidden = !compared;
-  data.runs.forEach((run, i) => {
-    const label = put(byId("run-tools"), "label");
-    const box = put(label, "input", {type: "checkbox", checked: "", id: `run-${i}`});
-    label.append(run.name);
-    box.addEventListener("change", drawCharts);
-  });
-  for (const id of ["unit", "log-x"]) byId(id).addEventListener("input", () => { zoom = null; });
-  byId("look").addEventListener("input", drawCharts);
-  byId("unzoom").addEventListener("click", () => zoomTo(null));
-  byId("metric-filter").addEventListener("input", filterMetrics);
-  byId("open-all").addEventListener("click", () => {
-    const groups = [...document.querySelectorAll("#groups > details")], open = groups.some((group) => !group.open);
-    for (const group of groups) group.open = open;
-  });
-  byId("enlarged").addEventListener("close", () => {
-    const chart = charts.find((chart) => chart.place);
-    chart.place.replaceWith(chart.figure);
-    chart.place = null;
-    draw(chart);
-  });
-  byId("enlarged").addEventListener("click", (event) => { if (event.target === byId("enlarged")) byId("enlarged").close(); });
-}
-
-// What never changes needs no curve.
-function fillConstants() {
-  const names = [...metrics.keys()].filter(isConstant);
-  if (!names.length) return;
-  const group = put(byId("groups"), "details", {"data-group": "constants", class: "constants"});
-  put(put(group, "summary"), "b", {}, `${names.length} constants`);
-  group.querySelector("summary").append(names.join(", "));
-  const rows = names.map((name) => {
-    const last = new Map(metrics.get(name).map(([run, , values]) => [run, number(values[0])]));
-    return [name, ...data.runs.map((_, i) => last.get(i) ?? "-")];
-  });
-  fillTable(group, compared ? ["metric", ...data.runs.map((run) => run.name)] : ["metric", "value"], rows);
-}
-
-function addChart(parent, name, title, size) {
-  const figure = put(parent, "figure", {class: `chart card ${size}`, "data-metric": name});
-  const caption = put(figure, "figcaption");
-  const head = put(caption, "span", {class: "name", title: name}, title);
-  if (title !== name) put(head, "small", {}, name);
-  const buttons = put(caption, "span", {class: "buttons"});
-  const chart = {name, figure, place: null, plot: null, lines: []};
-  chart.log = put(buttons, "button", {title: "logarithmic axis", "data-do": "log"}, "log");
-  const enlarge = put(buttons, "button", {title: "enlarge", "data-do": "enlarge", "aria-label": "enlarge"}, "⤢");
-  const csv = put(buttons, "button", {title: "this card's figures as a CSV file", "data-do": "csv"}, "CSV");
-  chart.output = put(figure, "output");
-  chart.box = put(figure, "div", {class: "plot", role: "img", "aria-label": `curve of ${name}`});
-  chart.log.addEventListener("click", () => {
-    logs[logs.has(name) ? "delete" : "add"](name);
-    drawCharts();
-  });
-  enlarge.addEventListener("click", () => (chart.place ? byId("enlarged").close() : enlargeChart(chart)));
-  csv.addEventListener("click", () => saveFile(`${name.replaceAll("/", "_")}.csv`, toCsv(chart)));
-  charts.push(chart);
-}
-
-function enlargeChart(chart) {
-  chart.place = chart.figure.cloneNode(false); // keeps the other cards where they are
-  delete chart.place.dataset.metric;
-  chart.place.style.height = `${chart.figure.offsetHeight}px`;
-  chart.figure.replaceWith(chart.place);
-  byId("enlarged").append(chart.figure);
-  byId("enlarged").showModal();
-  draw(chart);
-}
-
-function filterMetrics() {
-  const part = byId("metric-filter").value.trim().toLowerCase();
-  for (const group of document.querySelectorAll("#groups > details")) {
-    const figures = [...group.querySelectorAll(".chart")];
-    for (const figure of figures) figure.hidden = !figure.dataset.metric.toLowerCase().includes(part);
-    const lines = [...group.querySelectorAll("tr:has(td)")];
-    for (const line of lines) line.hidden = !line.textContent.toLowerCase().includes(part);
-    group.hidden = [...figures, ...lines].every((node) => node.hidden);
-    if (part && !group.hidden) group.open = true;
-  }
-  drawCharts();
-}
-
-// One line a record: the run, its step, what it had sampled and how long it had taken by then, and the value.
-function toCsv(chart) {
-  const quote = (text) => (/[",\n]/.test(text) ? `"${String(text).replaceAll('"', '""')}"` : text);
-  const lines = [["run", "step", "tokens", "hours", chart.name]];
-  for (const [run, steps, values] of metrics.get(chart.name)) {
-    if (hidden.has(run)) continue;
-    steps.forEach((step, i) => {
-      const clock = ["tokens", "hours"].map((unit) => (data.runs[run].clocks[unit] ? inUnit(run, step, unit) : ""));
-      lines.push([data.runs[run].name, step, ...clock, values[i] ?? "nan"]);
-    });
-  }
-  return lines.map((line) => line.map(quote).join(",")).join("\n") + "\n";
-}
-
-function saveFile(name, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], {type: "text/csv"}));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}
-
 // ---- lines
 
 // Where x stands in sorted numbers: the last that is not above it.
 function before(xs, x) {
-  let low = 0, high = xs.length - 1;
+  let low = 0,
+    high = xs.length - 1;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
     if (xs[middle] <= x) low = middle;
@@ -185,7 +36,8 @@ function inUnit(run, step, unit) {
 
 // Exponential mean, with the start's bias taken out (Kingma & Ba 2015, section 3).
 function smooth(values, share) {
-  let sum = 0, weight = 0;
+  let sum = 0,
+    weight = 0;
   return values.map((value) => {
     if (value === null) return null;
     sum = share * sum + (1 - share) * value;
@@ -196,18 +48,36 @@ function smooth(values, share) {
 
 const merged = (lists) => [...new Set(lists.flat())].sort((a, b) => a - b);
 
-// A metric's lines as they are drawn: {run, label, colour, x, y, raw, low, high}; `raw` is what was smoothed.
+// A metric's lines as they are drawn: {run, label, colour, x, y, raw, low, high}; `raw` is what was
+// smoothed.
 function linesOf(name) {
-  const unit = byId("unit").value, share = Number(byId("smoothing").value);
-  const lines = metrics.get(name).filter(([run]) => !hidden.has(run)).map(([run, steps, values]) => {
-    const kept = steps.map((step, i) => [inUnit(run, step, unit), step, values[i]]).filter(([x]) => x > 0 || !byId("log-x").checked);
-    const raw = kept.map(([, , value]) => value);
-    const line = {run, label: data.runs[run].name, x: kept.map(([x]) => x), steps: kept.map(([, step]) => step), raw};
-    return {...line, colour: compared ? data.runs[run].colour : colour("--accent"), y: share ? smooth(raw, share) : raw};
-  });
+  const unit = byId("unit").value,
+    share = Number(byId("smoothing").value);
+  const lines = metrics
+    .get(name)
+    .filter(([run]) => !hidden.has(run))
+    .map(([run, steps, values]) => {
+      const kept = steps
+        .map((step, i) => [inUnit(run, step, unit), step, values[i]])
+        .filter(([x]) => x > 0 || !byId("log-x").checked);
+      const raw = kept.map(([, , value]) => value);
+      const line = {
+        run,
+        label: data.runs[run].name,
+        x: kept.map(([x]) => x),
+        steps: kept.map(([, step]) => step),
+        raw,
+      };
+      return {
+        ...line,
+        colour: compared ? data.runs[run].colour : colour("--accent"),
+        y: share ? smooth(raw, share) : raw,
+      };
+    });
   if (!hasBands || !byId("band").checked) return lines;
   const groups = new Map();
-  for (const line of lines) groups.set(data.runs[line.run].group, [...(groups.get(data.runs[line.run].group) ?? []), line]);
+  for (const line of lines)
+    groups.set(data.runs[line.run].group, [...(groups.get(data.runs[line.run].group) ?? []), line]);
   return [...groups.values()].map((members) => (members.length > 1 ? meanOf(members) : members[0]));
 }
 
@@ -217,8 +87,19 @@ function meanOf(members) {
   const at = x.map((x) => members.map((line) => between(line.x, line.y, x)));
   const fold = (of) => at.map((values) => (values.includes(null) ? null : of(values)));
   const y = fold((values) => values.reduce((a, b) => a + b) / values.length);
-  const low = fold((values) => Math.min(...values)), high = fold((values) => Math.max(...values));
-  return {...members[0], colour: data.runs[data.runs[members[0].run].group].colour, label: `mean of ${members.length} seeds`, x, steps: null, y, raw: y, low, high};
+  const low = fold((values) => Math.min(...values)),
+    high = fold((values) => Math.max(...values));
+  return {
+    ...members[0],
+    colour: data.runs[data.runs[members[0].run].group].colour,
+    label: `mean of ${members.length} seeds`,
+    x,
+    steps: null,
+    y,
+    raw: y,
+    low,
+    high,
+  };
 }
 
 // ---- drawing
@@ -230,19 +111,32 @@ function drawCharts() {
     if (!byId(`run-${i}`).checked) hidden.add(i);
     byId(`run-${i}`).parentElement.style.color = data.runs[bands ? run.group : i].colour;
   });
-  byId("smoothing-value").textContent = Number(byId("smoothing").value) ? Number(byId("smoothing").value).toFixed(2) : "off";
-  const unit = byId("unit").value, ends = [];
-  for (const lines of metrics.values()) for (const [run, steps] of lines) {
-    if (hidden.has(run)) continue;
-    const first = byId("log-x").checked ? steps.find((step) => inUnit(run, step, unit) > 0) : steps[0];
-    ends.push(...[first, steps[steps.length - 1]].filter((step) => step !== undefined).map((step) => inUnit(run, step, unit)));
-  }
+  byId("smoothing-value").textContent = Number(byId("smoothing").value)
+    ? Number(byId("smoothing").value).toFixed(2)
+    : "off";
+  const unit = byId("unit").value,
+    ends = [];
+  for (const lines of metrics.values())
+    for (const [run, steps] of lines) {
+      if (hidden.has(run)) continue;
+      const first = byId("log-x").checked
+        ? steps.find((step) => inUnit(run, step, unit) > 0)
+        : steps[0];
+      ends.push(
+        ...[first, steps[steps.length - 1]]
+          .filter((step) => step !== undefined)
+          .map((step) => inUnit(run, step, unit)),
+      );
+    }
   extent = [Math.min(...ends), Math.max(...ends)];
   if (!ends.length) extent = [0, 1];
   else if (extent[0] === extent[1]) extent[1] += Math.abs(extent[0]) || 1;
   byId("unzoom").hidden = !zoom;
+  const banded = bands ? " Band: from the lowest to the highest seed." : "";
   const smoothed = Number(byId("smoothing").value) ? " Pale: before smoothing." : "";
-  byId("curve-note").textContent = zoom ? `${place(zoom[0])} to ${place(zoom[1])}` : `Drag to zoom, double-click for all.${bands ? " Band: from the lowest to the highest seed." : ""}${smoothed}`;
+  byId("curve-note").textContent = zoom
+    ? `${place(zoom[0])} to ${place(zoom[1])}`
+    : `Drag to zoom, double-click for all.${banded}${smoothed}`;
   charts.forEach(draw);
 }
 
@@ -254,17 +148,26 @@ function zoomTo(range) {
 function draw(chart) {
   chart.plot?.destroy();
   chart.plot = null;
-  if (!chart.box.clientWidth || !chart.box.clientHeight) return; // in a closed group; drawn when it opens
+  // in a closed group; drawn when it opens
+  if (!chart.box.clientWidth || !chart.box.clientHeight) return;
   chart.lines = linesOf(chart.name).filter((line) => line.x.length);
   const log = isLog(chart.name) && chart.lines.some((line) => line.raw.some((value) => value > 0));
-  chart.log.disabled = !metrics.get(chart.name).some(([, , values]) => values.some((value) => value > 0));
+  chart.log.disabled = !metrics
+    .get(chart.name)
+    .some(([, , values]) => values.some((value) => value > 0));
   chart.log.setAttribute("aria-pressed", String(log));
-  const x = merged(chart.lines.map((line) => line.x)), index = new Map(x.map((x, i) => [x, i]));
-  const columns = [x], series = [{}], bands = [];
-  // undefined where only other lines have a point; null where the value is not finite, or not above 0 on a log axis
+  const x = merged(chart.lines.map((line) => line.x)),
+    index = new Map(x.map((x, i) => [x, i]));
+  const columns = [x],
+    series = [{}],
+    bands = [];
+  // undefined where only other lines have a point; null where the value is not finite, or not above
+  // 0 on a log axis
   const add = (line, values, look) => {
     const column = Array(x.length).fill(undefined);
-    values.forEach((value, i) => { column[index.get(line.x[i])] = log && !(value > 0) ? null : value; });
+    values.forEach((value, i) => {
+      column[index.get(line.x[i])] = log && !(value > 0) ? null : value;
+    });
     columns.push(column);
     series.push({stroke: line.colour, width: 1.6, points: {show: false}, ...look});
   };
@@ -277,74 +180,122 @@ function draw(chart) {
     }
     if (line.raw !== line.y) add(line, line.raw, {stroke: faint(line)});
     const few = line.x.length <= 15;
-    add(line, line.y, {points: {show: few, size: 5, fill: line.colour, filter: few ? undefined : alone}});
+    add(line, line.y, {
+      points: {show: few, size: 5, fill: line.colour, filter: few ? undefined : alone},
+    });
     series[series.length - 1].line = line;
   }
-  const axis = {stroke: colour("--soft"), font: "11px system-ui, sans-serif", ticks: {show: false}, grid: {stroke: colour("--grid"), width: 1}};
-  chart.plot = new uPlot({
-    width: chart.box.clientWidth,
-    height: chart.box.clientHeight,
-    series,
-    bands,
-    legend: {show: false},
-    padding: [6, 20, 0, 0],
-    scales: {
-      x: {time: false, distr: byId("log-x").checked ? 3 : 1, range: () => zoom ?? extent},
-      y: {distr: log ? 3 : 1, range: () => valueRange(chart, columns, log)},
+  const axis = {
+    stroke: colour("--soft"),
+    font: "11px system-ui, sans-serif",
+    ticks: {show: false},
+    grid: {stroke: colour("--grid"), width: 1},
+  };
+  chart.plot = new uPlot(
+    {
+      width: chart.box.clientWidth,
+      height: chart.box.clientHeight,
+      series,
+      bands,
+      legend: {show: false},
+      padding: [6, 20, 0, 0],
+      scales: {
+        x: {time: false, distr: byId("log-x").checked ? 3 : 1, range: () => zoom ?? extent},
+        y: {distr: log ? 3 : 1, range: () => valueRange(chart, columns, log)},
+      },
+      axes: [
+        {
+          ...axis,
+          size: 24,
+          gap: 3,
+          space: 60,
+          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))),
+        },
+        {
+          ...axis,
+          size: 52,
+          gap: 4,
+          space: chart.place ? 50 : 28,
+          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))),
+        },
+      ],
+      cursor: {
+        y: false,
+        drag: {x: true, y: false, setScale: false},
+        sync: {
+          key: "x",
+          scales: ["x", null],
+          filters: {pub: (type) => ["mousemove", "mouseleave"].includes(type)},
+        },
+        dataIdx: (plot, series, hovered) => nearestDefined(columns[series], hovered),
+        points: {show: (plot, i) => Boolean(series[i].line), size: 7},
+        bind: {
+          dblclick: () => () => {
+            zoomTo(null);
+          },
+        },
+      },
+      hooks: {
+        setSelect: [
+          (plot) => {
+            const {left, width} = plot.select;
+            // later, as uPlot still has to let go of the mouse in the chart that is drawn anew
+            if (width > 3)
+              setTimeout(zoomTo, 0, [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+          },
+        ],
+        setCursor: [
+          (plot) =>
+            tell(chart, plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : null),
+        ],
+      },
     },
-    axes: [
-      {...axis, size: 24, gap: 3, space: 60, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick)))},
-      {...axis, size: 52, gap: 4, space: chart.place ? 50 : 28, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick)))},
-    ],
-    cursor: {
-      y: false,
-      drag: {x: true, y: false, setScale: false},
-      sync: {key: "x", scales: ["x", null], filters: {pub: (type) => ["mousemove", "mouseleave"].includes(type)}},
-      dataIdx: (plot, series, hovered) => nearestDefined(columns[series], hovered),
-      points: {show: (plot, i) => Boolean(series[i].line), size: 7},
-      bind: {dblclick: () => () => { zoomTo(null); }},
-    },
-    hooks: {
-      setSelect: [(plot) => {
-        const {left, width} = plot.select;
-        // later, as uPlot still has to let go of the mouse in the chart that is drawn anew
-        if (width > 3) setTimeout(zoomTo, 0, [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
-      }],
-      setCursor: [(plot) => tell(chart, plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : null)],
-    },
-  }, columns, chart.box);
+    columns,
+    chart.box,
+  );
   tell(chart, null);
 }
 
 // The points of a series that no line leads to.
 function alone(plot, i) {
-  const values = plot.data[i], found = [];
+  const values = plot.data[i],
+    found = [];
   const next = (at, step) => {
-    do at += step; while (values[at] === undefined && at >= 0 && at < values.length);
+    do at += step;
+    while (values[at] === undefined && at >= 0 && at < values.length);
     return values[at] ?? null;
   };
-  values.forEach((value, at) => { if (value !== null && value !== undefined && next(at, -1) === null && next(at, 1) === null) found.push(at); });
+  values.forEach((value, at) => {
+    if (value !== null && value !== undefined && next(at, -1) === null && next(at, 1) === null)
+      found.push(at);
+  });
   return found;
 }
 
 function nearestDefined(column, at) {
   for (let far = 0; far < column.length; far++) {
-    for (const i of [at - far, at + far]) if (column[i] !== undefined && column[i] !== null) return i;
+    for (const i of [at - far, at + far])
+      if (column[i] !== undefined && column[i] !== null) return i;
   }
   return at;
 }
 
 function valueRange(chart, columns, log) {
-  const [from, to] = zoom ?? extent, seen = [];
+  const [from, to] = zoom ?? extent,
+    seen = [];
   for (const column of columns.slice(1)) {
-    column.forEach((value, i) => { if (typeof value === "number" && columns[0][i] >= from && columns[0][i] <= to) seen.push(value); });
+    column.forEach((value, i) => {
+      if (typeof value === "number" && columns[0][i] >= from && columns[0][i] <= to)
+        seen.push(value);
+    });
   }
   if (!seen.length) return log ? [0.1, 1] : [0, 1];
   seen.sort((a, b) => a - b);
   const cut = byId("outliers").checked ? Math.floor(seen.length * 0.02) : 0;
-  let low = seen[cut], high = seen[seen.length - 1 - cut];
+  let low = seen[cut],
+    high = seen[seen.length - 1 - cut];
   if (log) return uPlot.rangeLog(low, high, 10, false);
-  // explained variance has no floor where all returns are alike, which would flatten the rest of the curve
+  // explained variance has no floor where all returns are alike, which would flatten the rest
   if (chart.name.includes("explained")) low = Math.min(Math.max(low, -1), high);
   const margin = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 1;
   return [low - margin, high + margin];
@@ -356,14 +307,27 @@ function tell(chart, x) {
   for (const line of chart.lines) {
     const i = x === null ? line.x.length - 1 : nearest(line.x, x);
     const value = line.steps ? line.raw[i] : line.y[i];
-    put(chart.output, "b", compared ? {style: `color: ${line.colour}`, title: line.label} : {}, number(value, 3));
+    put(
+      chart.output,
+      "b",
+      compared ? {style: `color: ${line.colour}`, title: line.label} : {},
+      number(value, 3),
+    );
     chart.output.append(" ");
-    if (line.low && line.y[i] !== null) chart.output.append(`${number(line.low[i], 3)} to ${number(line.high[i], 3)}; `);
+    if (line.low && line.y[i] !== null)
+      chart.output.append(`${number(line.low[i], 3)} to ${number(line.high[i], 3)}; `);
     if (compared) continue;
     const smoothed = line.raw === line.y ? "" : `, smooth ${number(line.y[i], 3)}`;
     const finite = line.raw.filter((value) => value !== null);
-    const ends = x === null && finite.length ? `, from ${number(Math.min(...finite), 3)} to ${number(Math.max(...finite), 3)}` : "";
-    chart.output.append(byId("unit").value === "steps" ? `step ${line.steps[i]}${smoothed}${ends}` : `${place(line.x[i])}${smoothed}${ends}`);
+    const ends =
+      x === null && finite.length
+        ? `, from ${number(Math.min(...finite), 3)} to ${number(Math.max(...finite), 3)}`
+        : "";
+    chart.output.append(
+      byId("unit").value === "steps"
+        ? `step ${line.steps[i]}${smoothed}${ends}`
+        : `${place(line.x[i])}${smoothed}${ends}`,
+    );
   }
   if (compared) chart.output.append(x === null ? "last" : place(x));
 }

@@ -1,12 +1,16 @@
 // Everything that comes from the run is put in as text (textContent, attributes), never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const compared = data.runs.length > 1; // several runs over each other, in place of one with its timelines and rows
+// several runs over each other, in place of one with its timelines and rows
+const compared = data.runs.length > 1;
 
 function put(parent, tag, attributes = {}, text = null) {
   const inSvg = tag === "svg" || parent instanceof SVGElement;
-  const node = inSvg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) if (value !== undefined) node.setAttribute(name, value);
+  const node = inSvg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes))
+    if (value !== undefined) node.setAttribute(name, value);
   if (text !== null) node.textContent = text;
   return parent.appendChild(node);
 }
@@ -31,7 +35,10 @@ function fillFacts() {
   const last = data.time ? `, last record ${new Date(data.time * 1000).toLocaleString()}` : "";
   byId("subtitle").textContent = data.about + last;
   for (const [title, heads, rows] of data.tables) {
-    const parent = put(byId(compared ? "results" : "facts"), "section", {class: compared ? "card wide" : "card"});
+    const above = title === "Results";
+    const parent = put(byId(above ? "results" : "facts"), "section", {
+      class: compared ? "card wide" : "card",
+    });
     put(parent, "h3", {}, title);
     fillTable(parent, heads, rows);
   }
@@ -54,6 +61,13 @@ function fillTable(parent, heads, rows) {
   for (const row of rows) {
     const line = put(table, "tr");
     const run = compared && data.runs.find((run) => run.name === row[0]);
-    row.forEach((cell, i) => put(line, "td", {class: "mono", ...(run && !i && {style: `color: ${run.colour}`})}, String(cell)));
+    row.forEach((cell, i) =>
+      put(
+        line,
+        "td",
+        {class: "mono", ...(run && !i && {style: `color: ${run.colour}`})},
+        String(cell),
+      ),
+    );
   }
 }

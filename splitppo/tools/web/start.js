@@ -6,13 +6,26 @@ const read = (field) => (field.type === "checkbox" ? field.checked : field.value
 let defaults = {};
 
 function keepView() {
-  const changed = fields().filter((field) => read(field) !== defaults[field.id]).map((field) => [field.id, read(field)]);
-  const open = [...document.querySelectorAll("#groups > details[open]")].map((group) => group.dataset.group);
+  const changed = fields()
+    .filter((field) => read(field) !== defaults[field.id])
+    .map((field) => [field.id, read(field)]);
+  const open = [...document.querySelectorAll("#groups > details[open]")].map(
+    (group) => group.dataset.group,
+  );
   const enlarged = charts.findIndex((chart) => chart.place);
-  const view = {fields: Object.fromEntries(changed), open, enlarged, zoom, logs: [...logs], scroll: window.scrollY};
+  const view = {
+    fields: Object.fromEntries(changed),
+    open,
+    enlarged,
+    zoom,
+    logs: [...logs],
+    scroll: window.scrollY,
+  };
   try {
     sessionStorage.setItem(KEY, JSON.stringify(view));
-  } catch { /* a browser that keeps nothing of files */ }
+  } catch {
+    /* a browser that keeps nothing of files */
+  }
 }
 
 function readView() {
@@ -28,7 +41,7 @@ function start() {
   fillFacts();
   fillCurves();
   byId("one-run").hidden = compared;
-  for (const link of document.querySelectorAll("nav a:nth-child(n + 3)")) link.hidden = compared;
+  for (const link of document.querySelectorAll("nav .single")) link.hidden = compared;
   if (!compared) {
     fillTimeline();
     fillRows();
@@ -39,11 +52,13 @@ function start() {
     const field = byId(id);
     if (!field) continue;
     field[field.type === "checkbox" ? "checked" : "value"] = value;
-    if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = defaults[id]; // a step that has gone
+    // a step that has gone
+    if (field.tagName === "SELECT" && field.selectedIndex < 0) field.value = defaults[id];
   }
   zoom = view.zoom ?? null;
   for (const name of view.logs ?? []) logs.add(name);
-  for (const group of document.querySelectorAll("#groups > details")) group.open = (view.open ?? []).includes(group.dataset.group);
+  for (const group of document.querySelectorAll("#groups > details"))
+    group.open = (view.open ?? []).includes(group.dataset.group);
   filterMetrics();
   if (!compared) {
     drawStep();
@@ -68,14 +83,23 @@ function redraw() {
   });
 }
 
-// `splitppo report --follow` writes the page again while the run goes on. It is not loaded under a reader's hand.
+// `splitppo report --follow` writes the page again while the run goes on. It is not loaded under a
+// reader's hand.
 function follow() {
   let held = false;
-  window.addEventListener("pointerdown", () => { held = true; });
-  window.addEventListener("pointerup", () => { held = false; });
+  window.addEventListener("pointerdown", () => {
+    held = true;
+  });
+  window.addEventListener("pointerup", () => {
+    held = false;
+  });
   byId("follow").hidden = false;
-  byId("follow-note").textContent = `Follows the run: written ${new Date(data.written * 1000).toLocaleTimeString()}, loaded again every ${data.follow} s.`;
-  setInterval(() => { if (!held && !document.hidden && !byId("pause").checked) location.reload(); }, 1000 * data.follow);
+  byId("follow-note").textContent =
+    `Follows the run: written ${new Date(data.written * 1000).toLocaleTimeString()}, ` +
+    `loaded again every ${data.follow} s.`;
+  setInterval(() => {
+    if (!held && !document.hidden && !byId("pause").checked) location.reload();
+  }, 1000 * data.follow);
 }
 
 start();

@@ -6,7 +6,8 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9; i++) found.push(Number((i * size).toPrecision(12)));
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + size * 1e-9; i++)
+    found.push(Number((i * size).toPrecision(12)));
   return found;
 }
 
@@ -19,8 +20,11 @@ function fillTimeline() {
     byId("timeline-title").textContent = "No step has recorded spans.";
     return;
   }
-  const select = byId("step-select"), slider = byId("step-slider");
-  data.timelines.forEach((timeline) => put(select, "option", {value: timeline.step}, String(timeline.step)));
+  const select = byId("step-select"),
+    slider = byId("step-slider");
+  data.timelines.forEach((timeline) =>
+    put(select, "option", {value: timeline.step}, String(timeline.step)),
+  );
   slider.max = data.timelines.length - 1;
   select.value = data.chosen;
   slider.value = select.selectedIndex;
@@ -29,7 +33,8 @@ function fillTimeline() {
     select.selectedIndex = slider.value;
     drawStep();
   });
-  byId("step-note").textContent = `${data.timelines.length} steps are here, ${data.limits.timelines} at most.`;
+  byId("step-note").textContent =
+    `${data.timelines.length} steps are here, ${data.limits.timelines} at most.`;
 }
 
 // The chosen step, and the slots beside it.
@@ -47,15 +52,29 @@ function ink(colour) {
 }
 
 function drawRaster() {
-  const [title, begins, slots] = data.raster, svg = byId("raster-svg"), width = svg.clientWidth - 20, height = 7;
+  const [title, begins, slots] = data.raster,
+    svg = byId("raster-svg"),
+    width = svg.clientWidth - 20,
+    height = 7;
   svg.replaceChildren();
   byId("raster-title").textContent = title;
-  const end = Math.max(1, ...slots.flatMap((rows) => rows.map(([, start, tokens]) => start + tokens)));
+  const end = Math.max(
+    1,
+    ...slots.flatMap((rows) => rows.map(([, start, tokens]) => start + tokens)),
+  );
   if (width < 0) return;
   svg.setAttribute("height", 20 + height * slots.length);
-  slots.forEach((rows, slot) => rows.forEach(([colour, start, tokens]) => put(svg, "rect", {
-    x: (start / end) * width, width: (tokens / end) * width, y: 20 + slot * height, height: height - 1, fill: colour,
-  })));
+  slots.forEach((rows, slot) =>
+    rows.forEach(([colour, start, tokens]) =>
+      put(svg, "rect", {
+        x: (start / end) * width,
+        width: (tokens / end) * width,
+        y: 20 + slot * height,
+        height: height - 1,
+        fill: colour,
+      }),
+    ),
+  );
   for (const [step, at] of begins) {
     const x = (at / end) * width;
     put(svg, "line", {class: "cursor", x1: x, x2: x, y1: 4, y2: 20 + height * slots.length});
@@ -73,13 +92,31 @@ function drawTimeline(timeline) {
   const [low, high] = timeline.view;
   const bottom = LANE.top + 2 * LANE.height + LANE.gap + 8;
   svg.setAttribute("height", bottom + 22);
-  const x = (second) => LANE.left + ((Math.min(Math.max(second, low), high) - low) / (high - low)) * (width - LANE.left - LANE.right);
+  const x = (second) =>
+    LANE.left +
+    ((Math.min(Math.max(second, low), high) - low) / (high - low)) *
+      (width - LANE.left - LANE.right);
   const defs = put(svg, "defs");
-  const hatch = put(defs, "pattern", {id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"});
+  const hatch = put(defs, "pattern", {
+    id: "hatch",
+    width: 7,
+    height: 7,
+    patternUnits: "userSpaceOnUse",
+    patternTransform: "rotate(45)",
+  });
   put(hatch, "rect", {width: 7, height: 7, style: "fill: var(--wait)"});
   put(hatch, "line", {y2: 7, style: "stroke: var(--hatch); stroke-width: 2"});
-  put(svg, "rect", {class: "window", x: x(0), y: LANE.top - 6, width: x(timeline.length) - x(0), height: bottom - LANE.top + 6});
-  for (const [second, step] of [[0, timeline.step], [timeline.length, timeline.step + 1]]) {
+  put(svg, "rect", {
+    class: "window",
+    x: x(0),
+    y: LANE.top - 6,
+    width: x(timeline.length) - x(0),
+    height: bottom - LANE.top + 6,
+  });
+  for (const [second, step] of [
+    [0, timeline.step],
+    [timeline.length, timeline.step + 1],
+  ]) {
     put(svg, "line", {class: "cursor", x1: x(second), x2: x(second), y1: 6, y2: bottom});
     if (x(second) < width - 60) put(svg, "text", {x: x(second) + 4, y: 14}, `step ${step}`);
   }
@@ -95,40 +132,76 @@ function drawTimeline(timeline) {
   const middle = LANE.top + LANE.height + LANE.gap / 2;
   put(svg, "text", {class: "lane", x: LANE.left - 8, y: middle + 4}, "both");
   for (const [start, end] of timeline.shared) {
-    put(svg, "rect", {class: "both", x: x(start), y: middle - 5, width: Math.max(x(end) - x(start), 0.5), height: 10});
+    put(svg, "rect", {
+      class: "both",
+      x: x(start),
+      y: middle - 5,
+      width: Math.max(x(end) - x(start), 0.5),
+      height: 10,
+    });
   }
 }
 
 function drawSpan(svg, timeline, lane, [step, name, start, end], x, y) {
-  const left = x(start), room = x(end) - left, wait = name.startsWith("wait_"), own = step === timeline.step;
-  const attributes = {class: `span ${wait ? "wait" : ""} ${own ? "" : "other-step"}`, x: left, y, width: Math.max(room, 0.7), height: LANE.height};
+  const left = x(start),
+    room = x(end) - left,
+    wait = name.startsWith("wait_"),
+    own = step === timeline.step;
+  const attributes = {
+    class: `span ${wait ? "wait" : ""} ${own ? "" : "other-step"}`,
+    x: left,
+    y,
+    width: Math.max(room, 0.7),
+    height: LANE.height,
+  };
   if (!wait) attributes.fill = data.colours[name];
-  const box = put(svg, "rect", {...attributes, "data-lane": lane, "data-span": name, "data-step": step});
-  const told = `${lane}: ${name} of step ${step}, ${seconds(end - start)}, from ${start.toFixed(3)} s to ${end.toFixed(3)} s`;
+  const box = put(svg, "rect", {
+    ...attributes,
+    "data-lane": lane,
+    "data-span": name,
+    "data-step": step,
+  });
+  const when = `from ${start.toFixed(3)} s to ${end.toFixed(3)} s`;
+  const told = `${lane}: ${name} of step ${step}, ${seconds(end - start)}, ${when}`;
   box.setAttribute("aria-label", told);
-  box.addEventListener("pointerenter", () => { byId("span-readout").textContent = told; });
+  box.addEventListener("pointerenter", () => {
+    byId("span-readout").textContent = told;
+  });
   box.addEventListener("pointerleave", tellHint);
   const shade = wait || !own ? "plain" : ink(data.colours[name]);
   const figure = own ? seconds(end - start) : `of step ${step}`;
-  for (const lines of [[name, figure], [...name.split("_"), figure]]) { // the second way is narrower
+  for (const lines of [
+    [name, figure],
+    [...name.split("_"), figure],
+  ]) {
+    // the second way is narrower
     const top = y + LANE.height / 2 + 12 - 8 * lines.length;
-    const labels = lines.map((line, i) => put(svg, "text", {class: `label ${shade}`, x: left + room / 2, y: top + 16 * i}, line));
+    const labels = lines.map((line, i) =>
+      put(svg, "text", {class: `label ${shade}`, x: left + room / 2, y: top + 16 * i}, line),
+    );
     if (labels.every((label) => label.getComputedTextLength() <= room - 6)) break;
     labels.forEach((label) => label.remove());
   }
 }
 
 function tellHint() {
-  byId("span-readout").textContent = "Point at a box to read it. Hatched: waiting for the other column; pale: spans of the steps beside this one; the bar between the lanes: both columns at work.";
+  byId("span-readout").textContent =
+    "Point at a box to read it. Hatched: waiting for the other column; pale: spans of the steps " +
+    "beside this one; the bar between the lanes: both columns at work.";
 }
 
 // Seconds of each span of the step itself, by lane.
 function fillSums(timeline) {
-  const table = byId("span-sums"), sums = new Map();
+  const table = byId("span-sums"),
+    sums = new Map();
   timeline.lanes.forEach(([, spans], i) => {
     for (const [step, name, start, end] of spans) {
       if (step !== timeline.step) continue;
-      if (!sums.has(name)) sums.set(name, timeline.lanes.map(() => 0));
+      if (!sums.has(name))
+        sums.set(
+          name,
+          timeline.lanes.map(() => 0),
+        );
       sums.get(name)[i] += end - start;
     }
   });
@@ -146,4 +219,3 @@ function fillSums(timeline) {
   }
   tellHint();
 }
-
