@@ -124,7 +124,7 @@ def write_run(run: Path, steps: int = 12, *, seed: int = 0, scale: float = 1.0) 
 
 
 def page_of(run: Path, chosen: int | None, follow: int | None = None) -> str:
-    return build_page(run, *read_runs([run]), chosen, follow)
+    return build_page(run, read_runs([run])[0], chosen, follow)
 
 
 def bare_run(*metrics: dict[str, float]) -> Run:

@@ -4,7 +4,7 @@
 const OVERVIEW = [
   ["wide", {"critic/score/mean": "Training score"}],
   ["wide", {"val/score/mean": "Held-out score"}],
-  ["", {"critic/vf_explained_var": "Explained variance of the values"}],
+  ["", {"critic/vf_explained_var": "Explained variance"}],
   [
     "",
     {

@@ -20,7 +20,7 @@ const short = new Intl.NumberFormat("en", {notation: "compact", maximumSignifica
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "not finite";
   const size = Math.abs(value);
-  if (size !== 0 && (size >= 1e15 || size < 1e-4)) return value.toExponential(2).replace(".00", "");
+  if (size !== 0 && (size >= 1e15 || size < 1e-4)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return size >= 1e5 ? short.format(value) : String(Number(value.toPrecision(digits)));
 }
 
