@@ -52,10 +52,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_the_presets_that_need_no_clone(built: Path) -> None:
     found = contents(built)
     due = {path.relative_to(ROOT): path for path in (ROOT / "splitppo").rglob("*.py")}
-    due |= {
-        path: ROOT / path
-        for path in (Path("splitppo/config/tiny.toml"), Path("splitppo/tools/report.html"))
-    }
+    others = [ROOT / "splitppo/config/tiny.toml", *(ROOT / "splitppo/tools/web").iterdir()]
+    due |= {path.relative_to(ROOT): path for path in others}
     for preset in (ROOT / "configs").glob("*/*.toml"):
         if "configs/sentiment/" not in preset.read_text():
             recipe = [preset, *preset.parent.glob("*.py")]

@@ -1,45 +1,43 @@
-"""A run as one page, or several runs compared: the template report.html with the data as JSON. It
-loads nothing, so it opens offline. The constants below bound its size."""
+"""A run as one page, or several runs compared: the template web/report.html with its style, its
+scripts and the data as JSON. It loads nothing, so it opens offline. The constants below bound its
+size."""
 
 import json
 import math
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
-from splitppo.tools.runs import (
-    Column,
-    Run,
-    curves,
-    differences,
-    flat,
-    read_settings,
-    results_table,
-    settings_table,
-)
+from splitppo.tools.runs import Run, differences, flat, results_table, settings_table
 from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, raster, timed_steps
 
-CURVE_POINTS = 2000
-TIMELINES = 200  # of the last steps and the chosen one
+CURVE_POINTS = 2000  # of a curve
+POINTS = 70_000  # of all curves
+TIMELINES = 100  # of the last steps and the chosen one
 # of the training and as many of the held-out samples
-SAMPLE_ROWS = 300
-SAMPLE_STEPS = 75
-TEXT_CHARS = 2000
+SAMPLE_ROWS = 200
+SAMPLE_STEPS = 25
+TEXT_CHARS = 1500
+TURNS = 40
 # steps with rows shown token by token; rows of a step, tokens of a row
-TOKEN_STEPS = 12
+TOKEN_STEPS = 8
 TOKEN_ROWS = 4
-TOKENS = 1000
+TOKENS = 500
 
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
+NAMES = ("seed", "run_dir", "log.name")  # settings in which the seeds of one configuration differ
 
 
-def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> str:
+def build_page(folder: Path, run: Run, chosen: int | None, follow: int | None = None) -> str:
     """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans.
-    Raises UserError if a file of the run can't be read."""
+    `follow`: of `render`. Raises UserError if a file of the run can't be read."""
+    actor, critic = run.columns
     timed = timed_steps(actor, critic)
     timelines = [
         build_timeline(actor, critic, step)
@@ -47,71 +45,112 @@ def build_page(run: Path, actor: Column, critic: Column, chosen: int | None) -> 
         if step == chosen or i > len(timed) - TIMELINES
     ]
     metrics = [step.metrics for column in (actor, critic) for step in column.values()]
-    settings = read_settings(run)
-    changed = settings and differences(
-        [settings, flat(asdict(Config()))], [read_if_there(run / "given.json", json.loads)]
-    )
-    versions = read_if_there(run / "versions.json", lambda text: dict(json.loads(text)))
+    changed = differences([run.settings, flat(asdict(Config()))], [run.given])
+    versions = read_if_there(folder / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
     return render(
         {
-            "name": run.resolve().name,
-            "about": f"{run.resolve()}: {max(actor)} steps",
+            "name": run.name,
+            "about": f"{folder.resolve()}: {max(actor)} steps",
             "time": max((found["time"] for found in metrics if "time" in found), default=None),
-            "runs": [],
             "tables": [
-                ["Settings that differ from the defaults", ("setting", "here", "default"), changed],
+                [
+                    "Settings that differ from the defaults",
+                    ("setting", "here", "default"),
+                    changed if run.settings else None,
+                ],
                 ["Versions", ("", ""), versions and list(versions.items())],
             ],
-            "placement": read_if_there(run / "placement.txt", str.splitlines)
+            "placement": read_if_there(folder / "placement.txt", str.splitlines)
             or ["no placement.txt in the run's folder"],
-            "groups": groups([curves(actor, critic)]),
             "timelines": [timeline._asdict() for timeline in timelines],
             "raster": raster(actor),
             "chosen": chosen,
             "colours": {name: SPAN_COLOURS.get(name, OTHER_COLOUR) for name in names},
             "samples": {
-                "training": read_samples(run / "samples"),
-                "held-out": read_samples(run / "validation"),
+                kind: read_samples(folder / name)
+                | {"per_prompt": int(run.settings.get(setting, "1"))}
+                for kind, name, setting in (
+                    ("training", "samples", "rollout.samples"),
+                    ("held-out", "validation", "log.validate_samples"),
+                )
             },
-        }
+        },
+        [run],
+        follow,
     )
 
 
-def build_comparison(runs: Sequence[Run]) -> str:
+def build_comparison(runs: Sequence[Run], follow: int | None = None) -> str:
     """The page of several runs: tables of their results and of the settings that differ, curves
-    over each other."""
+    over each other. `follow`: of `render`."""
     heads, *results = results_table(runs)
     names, *settings = settings_table(runs)
-    return render(
-        {
-            "name": ", ".join(run.name for run in runs),
-            "about": f"{len(runs)} runs",
-            "runs": [{"name": run.name, "colour": run.colour} for run in runs],
-            "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
-            "groups": groups([run.series for run in runs]),
-        }
-    )
-
-
-def render(data: dict[str, Any]) -> str:
-    """The template with its data."""
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    data["limits"] = {
-        "points": CURVE_POINTS,
-        "timelines": TIMELINES,
-        "rows": SAMPLE_ROWS,
-        "chars": TEXT_CHARS,
-        "tokens": TOKENS,
+    data = {
+        "name": ", ".join(run.name for run in runs),
+        "about": f"{len(runs)} runs",
+        "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
     }
-    return template.replace("__DATA__", embed(data))
+    return render(data, runs, follow)
+
+
+def render(data: dict[str, Any], runs: Sequence[Run], follow: int | None = None) -> str:
+    """The template with its data and the runs' curves. `follow`: after how many seconds the page
+    loads itself again; None: never."""
+    data |= {
+        "runs": [
+            {"name": run.name, "colour": run.colour, "clocks": clocks(run.series), "group": group}
+            for run, group in zip(runs, seeds(runs), strict=True)
+        ],
+        "groups": groups([run.series for run in runs]),
+        "follow": follow,
+        "written": time.time(),
+        "limits": {
+            "timelines": TIMELINES,
+            "rows": SAMPLE_ROWS,
+            "chars": TEXT_CHARS,
+            "tokens": TOKENS,
+        },
+    }
+    files = Path(__file__).with_name("web")
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        return embed(data) if name == "data" else (files / name).read_text(encoding="utf-8")
+
+    template = (files / "report.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{([\w.]+)\}\}", part, template)
+
+
+def seeds(runs: Sequence[Run]) -> list[int]:
+    """For each run the number of the first one whose settings differ in nothing but the seed and
+    the names. A run without settings stands alone."""
+    keys = [
+        sorted(item for item in run.settings.items() if item[0] not in NAMES) or number
+        for number, run in enumerate(runs)
+    ]
+    return [keys.index(key) for key in keys]
+
+
+def clocks(series: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+    """By the end of each step, the `tokens` of all steps so far and the `hours` that they took
+    (`curve`); those that are recorded."""
+    found = {}
+    for unit, metric, size in (("tokens", "tokens", 1), ("hours", "timing_s/step", 3600)):
+        if points := series.get(metric):
+            steps = sorted(points)
+            sums = accumulate(points[step] / size for step in steps)
+            found[unit] = curve(dict(zip(steps, sums, strict=True)), CURVE_POINTS)
+    return found
 
 
 def embed(data: Any) -> str:
     """JSON for an HTML <script>: nothing in it ends the element or begins another. Numbers must be
     finite."""
     return (
-        json.dumps(data, allow_nan=False, separators=(",", ":"))
+        json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        .encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        .decode()
         .replace("&", r"\u0026")
         .replace("<", r"\u003c")
         .replace(">", r"\u003e")
@@ -126,10 +165,9 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
 
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
     """[group, [[metric, [[number of the run, *`curve`], ...]], ...]] for each group: what stands
-    before the last slash of a metric's name. Groups of scores come first. A curve has at most
-    `CURVE_POINTS` points, over all runs."""
+    before the last slash of a metric's name. Groups of scores come first."""
     found: dict[str, list[Any]] = {}
-    most = max(CURVE_POINTS // len(runs), 100)
+    most = min(CURVE_POINTS, max(POINTS // max(1, sum(map(len, runs))), 100))
     for name in sorted({name for run in runs for name in run} - NO_METRICS):
         lines = [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]
         found.setdefault(name.rpartition("/")[0] or "others", []).append([name, lines])
@@ -145,7 +183,7 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
     steps = sorted(points)
     if len(steps) > most:
         inner = steps[1:-1]
-        stretches = (most - 2) // 3
+        stretches = (most - 2) // (2 if all(map(math.isfinite, points.values())) else 3)
         kept = {steps[0], steps[-1]}
         for i in range(stretches):
             part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
@@ -161,29 +199,40 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
 
 def read_samples(folder: Path) -> dict[str, Any]:
     """The samples of step_*.jsonl: evenly chosen steps, the last among them, and of each its first
-    rows. Returns `steps`, how many there are, and `rows`: flat objects whose values are numbers,
-    true, false or cut texts. The first rows of some steps have `tokens`, if they are recorded:
-    lists of the first tokens' texts and figures."""
+    rows.
+
+    Returns `steps`, how many there are, and `rows`: objects whose values are numbers, true, false
+    or cut texts, but for two. A dialogue has `turns` in place of its `response`: objects with role,
+    content and, where the policy spoke, reward and value. The first rows of some steps have
+    `tokens`, if they are recorded: lists of the first tokens' texts and figures. `first_value` is
+    the value at a row's first token.
+    """
     files = sorted(folder.glob("step_*.jsonl"))
     rows = []
     kept = thin(files, SAMPLE_STEPS)
     for path in kept:
         for i, row in enumerate(islice(read_lines(path), SAMPLE_ROWS // len(kept))):
             rows.append({key: _cell(value) for key, value in shown(row).items()})
-            if path in thin(kept, TOKEN_STEPS) and i < TOKEN_ROWS and "tokens" in row:
+            if turns := row.get("turns"):
+                del rows[-1]["response"]
+                most = max(TEXT_CHARS // len(turns), 200)
+                rows[-1]["turns"] = [
+                    {key: _cell(value, most) for key, value in turn.items()}
+                    for turn in turns[:TURNS]
+                ]
+            tokens = row.get("tokens", {})
+            if values := tokens.get("value"):
+                rows[-1]["first_value"] = _cell(values[0])
+            if tokens and path in thin(kept, TOKEN_STEPS) and i < TOKEN_ROWS:
                 rows[-1]["tokens"] = {
-                    name: list(map(_cell, xs[:TOKENS])) for name, xs in row["tokens"].items()
+                    name: list(map(_cell, xs[:TOKENS])) for name, xs in tokens.items()
                 }
     return {"steps": len(files), "rows": rows}
 
 
-def _cell(value: Any) -> Any:
-    """A sample's value as the page's table shows it."""
+def _cell(value: Any, most: int = TEXT_CHARS) -> Any:
+    """A sample's value as the page shows it."""
     if isinstance(value, int | None) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return (
-        text
-        if len(text) <= TEXT_CHARS
-        else f"{text[:TEXT_CHARS]} … ({len(text) - TEXT_CHARS} more characters)"
-    )
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most} more characters)"

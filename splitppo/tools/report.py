@@ -1,7 +1,9 @@
 """`splitppo report`: a run's curves and the timeline of a step, or several runs over each other.
 Needs no torch."""
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from splitppo.errors import UserError
+from splitppo.run.files import write_whole
 from splitppo.tools.page import build_comparison, build_page
 from splitppo.tools.runs import (
     COLOURS,
@@ -86,6 +89,8 @@ PANELS = {  # title: (label, metric, axis)
     "Gradient norm": [("actor", "actor/grad_norm", LEFT), ("critic", "critic/grad_norm", RIGHT)],
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
 }
+PAUSE = 10  # seconds between two pages that follow a run, at least
+STALE = 60.0  # run/lock.py's, whose import needs torch
 SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
@@ -298,11 +303,19 @@ def newest_run() -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent.parent
 
 
+def goes_on(folder: Path) -> bool:
+    """Whether a run holds its folder's lock, and has touched it lately."""
+    with suppress(FileNotFoundError):
+        return time.time() - (folder / "lock").stat().st_mtime < STALE
+    return False
+
+
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
     step: int | None = None,
     out: Path | None = None,
     html: bool = False,
+    follow: bool = False,
 ) -> None:
     """Draw a run's report: its curves, and the timeline of one step; or write it as a page. Of
     several runs: their curves over each other, tables of their results and of the settings that
@@ -313,19 +326,45 @@ def report(
         step: The step of the timeline. Unset: a typical one of the run's last half.
         out: Where the picture or page goes. Unset: RUN/report.png or report.html; of several runs
             report_RUN_RUN.png or .html in this folder.
-        html: Write a page in place of the picture: curves, timelines, samples, in one file that
+        html: Write a page in place of the picture: curves, timelines, rows, in one file that
             needs no network.
+        follow: With --html, write the page again while a run goes on; opened in a browser, it
+            loads itself again. Ctrl-C ends that.
     """
     if step is not None and len(runs) > 1:
         raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
+    if follow and not html:
+        raise UserError("--follow is for the page: add --html")
     folders = runs or (newest_run(),)
+    show = True
+    with suppress(KeyboardInterrupt):
+        while follow and any(map(goes_on, folders)):
+            began = time.monotonic()
+            write(folders, step, out, html=True, follow=PAUSE, show=show)
+            show = False
+            # a long run takes seconds to read, and it needs the processors, too
+            time.sleep(max(PAUSE, 10 * (time.monotonic() - began)))
+    write(folders, step, out, html=html, show=show)
+
+
+def write(
+    folders: Sequence[Path],
+    step: int | None,
+    out: Path | None,
+    *,
+    html: bool,
+    follow: int | None = None,
+    show: bool = True,
+) -> None:
+    """Writes the report of `report`'s arguments. `follow`: of `page.render`. `show`: whether to
+    print what it says and where it is."""
     ending = "html" if html else "png"
     found = read_runs(folders)
     if len(found) > 1:
         names = [run.name.replace("/", "-") for run in found]
         path = Path("_".join(["report", *names])[:200] + f".{ending}")
         lines = [*as_text(results_table(found)), "", *as_text(settings_table(found)), ""]
-        made = build_comparison(found) if html else draw_comparison(found)
+        made = build_comparison(found, follow) if html else draw_comparison(found)
     else:
         folder = folders[0]
         run = found[0]
@@ -334,13 +373,16 @@ def report(
         timeline = None if chosen is None else build_timeline(*run.columns, chosen)
         line = timeline.title if timeline else "no spans recorded: no timeline"
         lines = [f"run folder: {folder}"] if html else [line, f"run folder: {folder}"]
-        made = build_page(folder, *run.columns, chosen) if html else draw(run, timeline)
+        made = build_page(folder, run, chosen, follow) if html else draw(run, timeline)
     path = out or path
     try:
-        if isinstance(made, str):
-            path.write_text(made, encoding="utf-8")
-        else:
+        if not isinstance(made, str):
             made.savefig(path, format=path.suffix[1:] or "png")
+        elif path.is_file():
+            write_whole(path, made)  # a browser that loads it again never sees half of it
+        else:
+            path.write_text(made, encoding="utf-8")
     except ValueError as error:  # a suffix of no picture
         raise UserError(f"--out {path} can't be written: {error}") from error
-    print(*lines, f"{'page' if html else 'report'}: {path}", sep="\n")
+    if show:
+        print(*lines, f"{'page' if html else 'report'}: {path}", sep="\n")

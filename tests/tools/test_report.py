@@ -2,8 +2,11 @@
 drawn."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
+from splitppo.run.lock import STALE
 from splitppo.tools.runs import (
     COLOURS,
     Run,
@@ -201,6 +205,41 @@ def test_a_command_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("end", ["released", "interrupted", "killed"])
+def test_follow_writes_the_page_until_the_run_ends(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    run = write_run(tmp_path / "run")
+    lock = run / "lock"
+    lock.touch()
+    pages: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds >= 10
+        pages.append((run / "report.html").read_text(encoding="utf-8"))
+        with (run / "metrics" / "actor.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 8 + len(pages), "tokens": 1.0}) + "\n")
+        if len(pages) < 2:
+            return
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        if end == "released":
+            lock.unlink()
+        else:
+            os.utime(lock, (0, time.time() - STALE - 1))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--html", "--follow"])
+    assert main() == 0
+    pages.append((run / "report.html").read_text(encoding="utf-8"))
+    told = [
+        (*re.findall(r"run: (\d+) steps", page), *re.findall('"follow":(\\w+)', page))
+        for page in pages
+    ]
+    assert told == [("8", "10"), ("9", "10"), ("10", "null")]
+    assert capsys.readouterr().out.count("page: ") == 1
+
+
 def compared_run(
     folder: Path, settings: Config | None, metrics: dict[int, dict[str, float]]
 ) -> Path:
@@ -339,6 +378,7 @@ def test_errors_are_one_line(
         ([str(run), "empty", "--step", "1"], "--step 1 is for one run"),
         ([str(run), str(run), "--out", "picture.doc"], "picture.doc can't be written"),
         ([str(run)] * 11, "11 runs: at most 10"),
+        ([str(run), "--follow"], "--follow is for the page: add --html"),
     ):
         monkeypatch.setattr(sys, "argv", ["splitppo", "report", *args])
         status = main()
