@@ -110,8 +110,10 @@ class Actor:
         ):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                ends = f"{done} rows have ended in this rank's {len(slots)} slots"
-                say(f"[actor]  step {plan.step:>4}  rollout: {ends}")
+                say(
+                    f"[actor]  step {plan.step:>4}  rollout: {done} rows have ended in this rank's "
+                    f"{len(slots)} slots"
+                )
                 printed = time.monotonic()
             yield ended
 
@@ -153,7 +155,7 @@ class Actor:
         ref = [self.reference.logprobs(rollout)] if self.reference else []
         if ref:
             kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
-            sums |= {"actor/ref_kl": float(kl.sum())}
+            sums["actor/ref_kl"] = float(kl.sum())
         return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
     def release_reference(self) -> None:
@@ -193,10 +195,9 @@ class Actor:
         figures = []
         waits = bool(self.group.all_max([waits])[0])
         if not waits:
-            mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
             figures = self.policy.update(
                 rollout,
-                mini_batches,
+                self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank),
                 fields | weights,
                 self._objective,
                 step=step,
@@ -255,9 +256,9 @@ class Actor:
         *totals, tokens = self.group.all_sum(
             torch.tensor([*sums.values(), float(rollout.tokens)])
         ).tolist()
-        by_name = zip(sums, totals, strict=True)
         return {"weights": torch.cat([*weights, torch.zeros(0)])}, {
-            f"actor/{name}": total / max(tokens, 1) for name, total in by_name
+            f"actor/{name}": total / max(tokens, 1)
+            for name, total in zip(sums, totals, strict=True)
         }
 
     def validate(self, step: int) -> dict[str, float]:
@@ -327,8 +328,10 @@ class Actor:
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
-            remedy = "they run different models; try --engine.kind hf or --compute.packing off"
-            raise UserError(found.format(most) + remedy)
+            raise UserError(
+                f"{found.format(most)}they run different models; "
+                "try --engine.kind hf or --compute.packing off"
+            )
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
 
@@ -348,8 +351,9 @@ class Actor:
             int((ages == 0).sum()),
             *sums.values(),
         ]
-        summed = self.group.all_sum(torch.tensor([float(part) for part in own])).tolist()
-        rows, tokens, prompts, cut, whole, age, now, *totals = summed
+        rows, tokens, prompts, cut, whole, age, now, *totals = self.group.all_sum(
+            torch.tensor([float(part) for part in own])
+        ).tolist()
         most = (
             max(rollout.lengths, default=0),
             int(ages.max()) if len(ages) else 0,

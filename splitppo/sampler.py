@@ -140,9 +140,9 @@ class Sampler:
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        known = {slot: _known(row) for slot, row in self.held.items()}
         decoded = {}
-        for rows, part in group.all_gather((known, self._decoded)):
+        own = {slot: _known(row) for slot, row in self.held.items()}, self._decoded
+        for rows, part in group.all_gather(own):
             self.open |= rows
             decoded |= part
         self._everywhere = False
@@ -228,8 +228,7 @@ class Sampler:
 
     def left(self, row: Episode) -> int:
         """Tokens that a row may still get."""
-        limit = self.length(row.row) or self.limit
-        return min(limit - row.tokens, self.context - row.total)
+        return min((self.length(row.row) or self.limit) - row.tokens, self.context - row.total)
 
     def length(self, row: int) -> int | None:
         """The length of a row's response in a benchmark."""
@@ -286,8 +285,8 @@ class _Decoding:
                 pieces = [] if idle else self.engine.poll()
                 stopped = [row for piece in pieces for row in self._take(piece)]
                 if self.waiting and self.player:
-                    replies = self.player.poll(self.waiting, TICK if idle else 0)
-                    stopped += [row for reply in replies for row in self._answer(reply)]
+                    for reply in self.player.poll(self.waiting, TICK if idle else 0):
+                        stopped += self._answer(reply)
                 yield stopped
         finally:
             self.engine.abort()
@@ -313,8 +312,7 @@ class _Decoding:
         """Appends what was sampled. Yields the row if it stops."""
         row = self.asked.pop(piece.row)
         self.budgets[row.row % self.sampler.slots] -= len(piece.tokens)
-        ids = array(IDS, piece.tokens)
-        sampled = Segment(ids, array(LOGPROBS, piece.logprobs), self.step)
+        sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
         row = replace(row, segments=(*row.segments, sampled))
         # the engine knows how many tokens it was asked for, and not why
         if piece.end == "limit" and self.sampler.left(row):

@@ -102,14 +102,11 @@ def main(
     # a second user namespace, in which no user can be changed to (root's processes are not counted)
     # and nothing mounted
     call("unshare", NEWUSER)
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_NPROC: processes,
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_CORE: 0,
-    }
-    for limit, value in limits.items():
+    for limit, value in (
+        (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
         resource.setrlimit(limit, (value, value))
     # libraries that start a thread for each core would come to the limit
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

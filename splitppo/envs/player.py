@@ -30,13 +30,12 @@ def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tu
     if not config.has_env:
         return None, None
     schemas = tool_schemas(load_tools(env.tools, network=env.network))
-    turns = Turns(
+    return Turns(
         tokenizer,
         tools=schemas,
         instructions=instructions(schemas, env.call_format),
         arguments=json.loads(config.data.chat_kwargs),
-    )
-    return turns, call_reader(tokenizer, schemas, env.call_format)
+    ), call_reader(tokenizer, schemas, env.call_format)
 
 
 def rehearse(config: Config, prompt: Prompt) -> str | None:
@@ -184,8 +183,9 @@ class Player:
             say_failures("[actor]  ", failed, "environments")
         self.failing = self.failing + 1 if failed and not turns else 0
         if self.failing == FAILING_STEPS:
-            cause = failed[0][1].text
-            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
+            raise UserError(
+                f"no environment answered in {FAILING_STEPS} steps: {failed[0][1].text}; fix it"
+            )
         return {
             "env/turns": turns,
             "env/failures": len(failed),
@@ -214,14 +214,12 @@ class Player:
         """Why a row can't go on from a prompt and the answers to its turns; "": it can."""
         if not 0 < len(ids) < (self._config.rollout.max_context or math.inf):
             return f"its prompt has {len(ids)} tokens; use 1 to rollout.max_context - 1"
+        again = "played again, it {}; let it follow from row, seed and messages"
         if row.segments and ids != row.prompt:
-            return "played again, it began with another prompt; let it follow from row and seed"
+            return again.format("began otherwise")
         for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns[:-1], strict=False)):
             if turn.done or self._observe(turn, said) != answered:
-                return (
-                    f"played again, it answered turn {number + 1} otherwise; "
-                    "let it follow from row, seed and messages"
-                )
+                return again.format(f"answered turn {number + 1} otherwise")
         return ""
 
     def _answer(self, row: Episode, heard: list[Any] | Failure) -> Reply:

@@ -28,8 +28,10 @@ def load(env: EnvConfig) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
     no such class or tool, its import fails, or it lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
-        asynchronous = any(map(is_async, tools.values()))
-        return lambda row, seed: ToolEnv(tools, env.format_reward), asynchronous
+        return (
+            lambda row, seed: ToolEnv(tools, env.format_reward),
+            any(map(is_async, tools.values())),
+        )
     known = f"environment; use {', '.join(BUILT_IN)}"
     found = BUILT_IN.get(env.path) or find_in_file(env.path, "env.path", "environment", known)
     for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
@@ -63,7 +65,7 @@ class EnvPool(Pool):
         _, asynchronous = load(env)
         named = (env.path,) if env.path else env.tools
         names = f"the environment's {', '.join(named)}"
-        work = Work(f"{__name__}:Envs", (env,), "env", names, env.timeout, asynchronous, memory)
+        work = Work(partial(Envs, env), "env", names, env.timeout, asynchronous, memory)
         super().__init__(work, workers)
         self.name = ", ".join(name.rpartition(":")[2] for name in named)
         self._held: dict[int, Worker] = {}

@@ -53,8 +53,10 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
     end well. Raises RuntimeError if the kernel allows no jail."""
-    limits = {"memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER}
-    given = {**limits, "network": network, **_interpreter(network)}
+    given = {
+        "memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER,
+        "network": network, **_interpreter(network),
+    }  # fmt: skip
     with subprocess.Popen(
         [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},

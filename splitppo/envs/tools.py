@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitppo.envs import Call, Message, Turn
@@ -90,9 +90,8 @@ def call_reader(
 
     With a tokenizer that has a response template, `tokenizer.parse_response` reads it; else
     `call_format` does: a name of `FORMATS`, a regular expression whose first group is the JSON of a
-    call, or whose groups `name` and `arguments` are its parts; `auto` is the format that the chat
-    template names, else the first. A regular expression goes before the response template. Raises
-    UserError if it is none.
+    call; `auto` is the format that the chat template names, else the first. A regular expression
+    goes before the response template. Raises UserError if it is none.
     """
     marked = (name for name, (mark, _) in FORMATS.items() if mark in str(tokenizer.chat_template))
     chosen = next(marked, "hermes") if call_format == "auto" else call_format
@@ -113,7 +112,8 @@ def call_reader(
         text = tokenizer.decode(sampled, skip_special_tokens=False)
         shown = tokenizer.decode(sampled, skip_special_tokens=True)
         if not by_template:
-            calls = [call for match in pattern.finditer(text) for call in _calls(match)]
+            found = ("".join(filter(None, match.groups())) for match in pattern.finditer(text))
+            calls = (call for written in found for call in _calls(written.strip()))
             return Message("assistant", shown, tuple(calls))
         try:
             parsed = tokenizer.parse_response(list(sampled), prefix=list(before), tools=schemas)
@@ -125,23 +125,16 @@ def call_reader(
     return read
 
 
-def _calls(match: re.Match[str]) -> Iterator[Call]:
-    """The calls in a match of a format."""
-    named = match.groupdict()
-    if "name" in named:
-        yield _call({"name": named["name"], "arguments": named.get("arguments") or "{}"})
-        return
-    text = "".join(group or "" for group in match.groups()).strip()
+def _calls(text: str) -> list[Call]:
+    """The calls in a text that begins with their JSON: one call or a list."""
     try:
-        while True:
-            value, end = json.JSONDecoder().raw_decode(text)
-            yield from map(_call, value if isinstance(value, list) else [value])
-            # what follows may be more calls (Llama's semicolon), or the end of the turn
-            text = text[end:].lstrip("; \n")
-            if not text.startswith(("{", "[")):
-                return
+        value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError) as error:
-        yield Call("", error=f"the call is no JSON: {error}")
+        return [Call("", error=f"the call is no JSON: {error}")]
+    # what follows may be more calls (Llama's semicolon), or the end of the turn
+    more = text[end:].lstrip("; \n")
+    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    return calls + (_calls(more) if more.startswith(("{", "[")) else [])
 
 
 def _call(value: Any) -> Call:
@@ -177,8 +170,7 @@ class ToolEnv:
         if not message.tool_calls:
             return Turn(done=True)
         answers = [await self._run(call) for call in message.tool_calls]
-        parsed = not any(call.error for call in message.tool_calls)
-        reward = self.format_reward if parsed else 0.0
+        reward = 0.0 if any(call.error for call in message.tool_calls) else self.format_reward
         self.format_reward -= reward
         messages = [
             Message("tool", text, name=call.name, call_id=call.id)
@@ -194,8 +186,9 @@ class ToolEnv:
         tool = self.tools[call.name]
         beside = self.asynchronous and not is_async(tool)
         try:
-            given = asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
-            result = await awaited(given)
+            result = await awaited(
+                asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
+            )
         except Exception as error:  # of the user's function, by what the policy gave it
             return f"error: {type(error).__name__}: {one_line(str(error))[:300]}", True
         return result if isinstance(result, str) else json.dumps(result, default=str), False
@@ -209,9 +202,8 @@ class ToolEnv:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:
             return f"{call.name}{inspect.signature(tool)}: {error}"
-        hints = typing.get_type_hints(tool)
         for name, value in call.arguments.items():
-            kind = hints.get(name)
+            kind = typing.get_type_hints(tool).get(name)
             # what JSON may hold for a float; to Python, true is an integer
             fits = type(value) is kind or (kind is float and type(value) is int)
             if kind in (int, float, str, bool, list, dict) and not fits:

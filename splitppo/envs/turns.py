@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from splitppo.envs import Message
+from splitppo.envs import ROLES, Message
 from splitppo.errors import UserError, one_line
 
 SPOKEN = "sampled-by-the-policy"  # the placeholder
@@ -61,8 +61,7 @@ class Turns:
                 "the chat template does not read tools: their schemas stand in the system message"
             )
         self._takes_system = self._shows([], "system", [ASKED])
-        roles = ("tool", "user", "system")
-        self._roles = [role for role in roles if self._shows([ASKED, SAID], role, [])]
+        self._roles = [role for role in ROLES if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         said = self._render([ASKED, SAID], add_generation_prompt=False)
@@ -126,8 +125,9 @@ class Turns:
                 content = rest.removesuffix(foot)
                 texts = content.split(between) if between else [content]
                 return [{"role": role, "content": part} for part in texts]
-        shown = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return [{"role": "user", "content": shown}]
+        return [
+            {"role": "user", "content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
+        ]
 
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
@@ -150,8 +150,7 @@ class Turns:
             whole = self._render(dialogue)
             if whole == kept or rewritten == "keep":
                 continue
-            pairs = enumerate(zip_longest(whole, kept))
-            same = next(i for i, (a, b) in pairs if a != b)
+            same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
             at = first + bisect_right(ends[:-1], same)
             raise UserError(
                 f"env.rewritten=refuse: the chat template rewrites message {at} "
@@ -167,8 +166,7 @@ class Turns:
 
     def _tail(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
-        text = self._render([ASKED, SAID, *self._answers(messages)])
-        _, found, tail = text.partition(SPOKEN)
+        _, found, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
         if not found:
             raise UserError(
                 "the chat template does not show what the assistant said before others answered; "
@@ -185,10 +183,12 @@ class Turns:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         arguments = {"add_generation_prompt": True, **self.arguments, **more}
-        template = None if self.tokenizer.chat_template else PLAIN
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, chat_template=template, **arguments
+                list(messages),
+                tokenize=False,
+                chat_template=None if self.tokenizer.chat_template else PLAIN,
+                **arguments,
             )
         except Exception as error:  # templates raise errors of every kind
             roles = ", ".join(str(message["role"]) for message in messages)

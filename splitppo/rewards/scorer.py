@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from splitppo.config import RewardConfig
@@ -18,6 +19,7 @@ from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
     FAST,
+    Functions,
     Outcome,
     asks_for,
     display_names,
@@ -107,8 +109,8 @@ class Scorer:
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
             work = Work(
-                "splitppo.rewards.functions:Functions", (names,), "reward",
-                f"the reward {', '.join(names)}", reward.timeout, asynchronous,
+                partial(Functions, names), "reward", f"the reward {', '.join(names)}",
+                reward.timeout, asynchronous,
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 

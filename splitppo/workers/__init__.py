@@ -11,8 +11,8 @@ from typing import Any, Literal
 from splitppo.errors import say
 from splitppo.workers.loading import describe
 
-# Makes what answers a worker's messages, from `Work.arguments`; raises UserError. It is called with
-# each message, and returns the user's result, or an awaitable of it, and a function that checks it.
+# Answers a worker's messages: called with each, it returns the user's result, or an awaitable of
+# it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
 
 FAILING_STEPS = 3  # the run ends when in so many steps in a row nothing has given a result
@@ -35,15 +35,14 @@ class Work:
     """What a pool's workers do.
 
     Attributes:
-        handler: `module:name` of a class that makes a `Handler`. arguments: its own.
+        make: makes the handler in the worker; raises UserError.
         section: of the settings. names: what the worker imports, for messages.
         timeout: seconds for a message.
         asynchronous: a worker answers many messages at a time; else one after another.
         memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.
     """
 
-    handler: str
-    arguments: tuple[Any, ...]
+    make: Callable[[], Handler]
     section: Literal["reward", "env"]
     names: str
     timeout: float
@@ -59,8 +58,8 @@ class Work:
 
     def timed_out(self, why: str = "", *, sure: bool = True) -> Failure:
         """The failure of a call that took too long."""
-        text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
-        return Failure("", "timeout", text, sure)
+        limit = f"{self.section}.timeout={self.timeout:g}"
+        return Failure("", "timeout", f"took longer than {limit} s{why}", sure)
 
 
 def say_failures(

@@ -12,7 +12,6 @@ on one machine.
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import os
 import resource
 import signal
@@ -81,9 +80,8 @@ def main() -> int:
             with contextlib.suppress(ValueError):  # the machine's limit is lower
                 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
                 resource.setrlimit(resource.RLIMIT_DATA, (work.memory, hard))
-        module, _, name = work.handler.partition(":")
         try:
-            handler = getattr(importlib.import_module(module), name)(*work.arguments)
+            handler = work.make()
         except UserError as error:
             connection.send((key, str(error)))
             return 1

@@ -140,8 +140,6 @@ READ: list[tuple[str, str, list[Call] | str]] = [
     ("mistral", '[TOOL_CALLS][{"name": "multiply", "arguments": {"a": 3}, "id": "abcdefghi"}]<eos>',
      [Call("multiply", {"a": 3}, "abcdefghi")]),
     (r"CALL (.*)\n", 'CALL {"name": "multiply", "arguments": {"a": 3}}\n', [A]),
-    (r"(?P<name>\w+)\((?P<arguments>.*?)\)", 'multiply({"a": 3})', [A]),
-    (r"(?P<name>\w+)\(", "multiply(", [Call("multiply")]),
 ]  # fmt: skip
 
 
