@@ -354,13 +354,17 @@ class Actor:
         rows, tokens, prompts, cut, whole, age, now, *totals = self.group.all_sum(
             torch.tensor([float(part) for part in own])
         ).tolist()
-        most = (
-            max(rollout.lengths, default=0),
-            int(ages.max()) if len(ages) else 0,
-            float(difference.max()) if len(difference) else 0.0,
-            self.engine.step_ms,
+        longest, oldest, worsts, step_ms = zip(
+            *self.group.all_gather(
+                (
+                    max(rollout.lengths, default=0),
+                    int(ages.max()) if len(ages) else 0,
+                    float(difference.max()) if len(difference) else 0.0,
+                    self.engine.step_ms,
+                )
+            ),
+            strict=True,
         )
-        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(most), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),

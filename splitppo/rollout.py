@@ -289,8 +289,9 @@ class Rollout:
 
     def turn_starts(self) -> Tensor:
         """Where in `[N]` each turn begins."""
-        sizes = [len(said) for episode in self.episodes for said, _ in episode.turns]
-        counts = torch.tensor(sizes, dtype=torch.int64)
+        counts = torch.tensor(
+            [len(said) for episode in self.episodes for said, _ in episode.turns], dtype=torch.int64
+        )
         return counts.cumsum(0) - counts
 
     def turns(self) -> Tensor:

@@ -117,9 +117,7 @@ class Sampler:
             drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(
-            _Decoding(self, self.player, engine, step, seed).run(slots[rank::size], sampling)
-        ) as own:
+        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as own:
             for stopped in _of_set(own, group) if group and size > 1 else own:
                 yield [row for row in stopped if self._keep(row)]
 
@@ -258,7 +256,6 @@ class _Decoding:
     """
 
     sampler: Sampler
-    player: Player | None
     engine: RolloutEngine
     step: int
     seed: int
@@ -277,15 +274,15 @@ class _Decoding:
         try:
             first = [sampler.row(self.step, slot) for slot in slots]
             first.sort(key=lambda row: len(row.prompt) + row.tokens)
-            if self.player:
-                self.player.keep({row.row for row in first})
+            if sampler.player:
+                sampler.player.keep({row.row for row in first})
             self._start(first)
             while self.asked or self.waiting:
                 idle = not self.asked
                 pieces = [] if idle else self.engine.poll()
                 stopped = [row for piece in pieces for row in self._take(piece)]
-                if self.waiting and self.player:
-                    for reply in self.player.poll(self.waiting, TICK if idle else 0):
+                if self.waiting and sampler.player:
+                    for reply in sampler.player.poll(self.waiting, TICK if idle else 0):
                         stopped += self._answer(reply)
                 yield stopped
         finally:
@@ -298,7 +295,8 @@ class _Decoding:
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
         seed = row_seed(self.seed, row.row, ENV_NOISE)
-        if self.player and self.player.ask(row, self.sampler.prompt(row.row), seed):
+        player = self.sampler.player
+        if player and player.ask(row, self.sampler.prompt(row.row), seed):
             self.waiting[row.row] = row
         return row.row in self.waiting
 
@@ -317,7 +315,7 @@ class _Decoding:
         # the engine knows how many tokens it was asked for, and not why
         if piece.end == "limit" and self.sampler.left(row):
             yield row
-        elif not self.player or piece.end == "limit":
+        elif not self.sampler.player or piece.end == "limit":
             yield self._stop(replace(row, end=piece.end))
         else:
             ended = Segment(array(IDS), None, self.step)
@@ -350,8 +348,8 @@ class _Decoding:
 
     def _stop(self, row: Episode) -> Episode:
         """Has the slot's next row follow one that has ended."""
-        if self.player:
-            self.player.end(row.row)
+        if self.sampler.player:
+            self.sampler.player.end(row.row)
         if self.sampler.window and self._budget(row):
             self._start([self.sampler.fresh(row.row + self.sampler.slots)])
         return row

@@ -63,8 +63,7 @@ class Validator:
             if finished:
                 said = [self.context.to_score(prompts[row.row // n], row) for row in finished]
                 # the scorer works while the engine generates
-                texts = [text for _, text, _ in said]
-                batches.append((finished, texts, self.scorer.submit(said)))
+                batches.append((finished, [text for _, text, _ in said], self.scorer.submit(said)))
         found = []
         written = []
         failures = []
@@ -86,8 +85,9 @@ class Validator:
                 )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
-                    shown = self.context.decode(episode.response)
-                    written.append((episode.row, shown, score, episode.end))
+                    written.append(
+                        (episode.row, self.context.decode(episode.response), score, episode.end)
+                    )
         failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:

@@ -9,7 +9,7 @@ from typing import Any
 LONGEST = 1000  # characters of an expression
 BITS = 4096  # of the largest number
 
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -17,8 +17,9 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
 }
-_UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 
 
 def calculator(expression: str) -> str:
@@ -45,15 +46,15 @@ def _value(node: ast.expr) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = number
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            value = _UNARY[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             first = _value(left)
             second = _value(right)
             # before the power is worked out
             if isinstance(op, ast.Pow) and math.log2(abs(first) + 1) * abs(second) > BITS:
                 raise ValueError(f"the power has more than {BITS} bits")
-            value = _BINARY[type(op)](first, second)
+            value = _OPERATORS[type(op)](first, second)
         case _:
             raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; use + - * / // % **")
     if isinstance(value, complex) or abs(value) >= 1 << BITS:

@@ -1,8 +1,7 @@
 """Runs a Python program that sees its own empty folder and the interpreter, and nothing else of the
 machine. Started by python.py as a script: it imports nothing of this package.
 
-    python -I -S jail.py JSON < PROGRAM      (JSON: network, memory, seconds, processes, folder,
-                                              readable, path)
+    python -I -S jail.py JSON < PROGRAM      (JSON: arguments of `main`)
 
 Three processes, by namespaces that an ordinary user may make. The first waits for the second, so
 that one kill ends them all. The second is process 1 of its namespace: when it ends, the kernel
@@ -73,10 +72,11 @@ def new_root(readable: list[str], folder: int) -> None:
 
 
 def main(
-    program: bytes, *, network: bool, memory: int, seconds: int, processes: int, folder: int,
-    readable: list[str], path: str,
+    program: bytes, *, network: bool, seconds: int, readable: list[str], path: str,
+    memory: int = 512 << 20, processes: int = 64, folder: int = 64 << 20,
 ) -> NoReturn:  # fmt: skip
-    """Goes into the jail and becomes the program."""
+    """Goes into the jail and becomes the program. `memory`: bytes that each of its `processes` (and
+    threads) may map; `folder`: bytes in /tmp; `path`: of Python's packages."""
     # process 1 of a namespace gets no signal of the others there that it does not handle
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.alarm(seconds)  # ends this process, and so all

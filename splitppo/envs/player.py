@@ -38,20 +38,20 @@ def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tu
     ), call_reader(tokenizer, schemas, env.call_format)
 
 
-def rehearse(config: Config, prompt: Prompt) -> str | None:
-    """Makes a prompt's environment and takes a step with an empty message. Returns how the step
-    failed, if it did. Raises UserError if the environment can't be made."""
+def rehearse(config: Config, prompt: Prompt) -> list[str]:
+    """Makes a prompt's environment, if there is one, and takes a step with an empty message.
+    Returns how the step failed, if it did. Raises UserError if the environment can't be made."""
+    if not config.has_env:
+        return []
     with closing(EnvPool(config.environment, 1)) as pool:
-        row = _columns(prompt)
         began, said = (
-            pool.play(0, row, config.seed, messages).result()
+            pool.play(0, _columns(prompt), config.seed, messages).result()
             for messages in ([], [Message("assistant", "")])
         )
     if isinstance(began, Failure):
-        raise UserError(f"the environment {began.function} does not begin: {began.text}")
-    if isinstance(said, Failure):
-        return f"the environment {said.function} fails on an empty message: {said.text}"
-    return None
+        raise UserError(f"the environment {pool.name} does not begin: {began.text}")
+    fails = f"the environment {pool.name} fails on an empty message: "
+    return [fails + said.text] if isinstance(said, Failure) else []
 
 
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":

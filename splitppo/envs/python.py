@@ -15,9 +15,6 @@ from splitppo.envs.jail import REFUSED
 from splitppo.errors import UserError, one_line
 
 SECONDS = 10
-MEMORY = 512 << 20  # bytes that each process of a program may map
-PROCESSES = 64  # and threads
-FOLDER = 64 << 20  # bytes in the program's folder
 OUTPUT = 8192  # bytes that are kept of what a program prints
 _JAIL = str(Path(__file__).with_name("jail.py"))
 
@@ -53,10 +50,7 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
     end well. Raises RuntimeError if the kernel allows no jail."""
-    given = {
-        "memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER,
-        "network": network, **_interpreter(network),
-    }  # fmt: skip
+    given = {"network": network, "seconds": seconds, **_interpreter(network)}
     with subprocess.Popen(
         [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},

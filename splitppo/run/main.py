@@ -150,8 +150,7 @@ def dry_run(config: Config, launch: Launch) -> str:
         check_open_rows(
             build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
-    tried = rehearse(resolved.config, training.prompts[0]) if config.has_env else None
-    warnings = [*checks.warnings(resolved), tried]
+    warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [
@@ -160,7 +159,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
             f"resolved: {resolved.to_json()}",
             *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-            *(f"warning: {warning}" for warning in filter(None, warnings)),
+            *(f"warning: {warning}" for warning in warnings),
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
