@@ -85,9 +85,8 @@ class Validator:
                 )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:  # without prompts, which every rank has
-                    written.append(
-                        (episode.row, self.context.decode(episode.response), score, episode.end)
-                    )
+                    shown = self.context.decode(episode.response)
+                    written.append((episode.row, shown, score, episode.end))
         failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
