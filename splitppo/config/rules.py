@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config
+from splitppo.config.env_rules import of_environments
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
@@ -18,8 +19,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
         engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
-         log.validate_samples nodes ppo.epochs
-        ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
+        log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
         reference.tensor_parallel reward.tensor_parallel reward.workers rollout.batch_size
         rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
         rollout.samples steps value.ensemble value.layers value.pretrain_epochs
@@ -105,7 +105,7 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    parts = (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic)
+    parts = (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic)
     for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
         raise UserError(message)
 
@@ -194,26 +194,6 @@ def _of_rollout(config: Config) -> Contradictions:
         (
             rollout.lengths and ppo.mask_truncated,
             "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
-        ),
-        (
-            config.env.path and config.env.tools,
-            f"env.path={config.env.path} with env.tools: an environment runs its own tools; "
-            "unset one",
-        ),
-        (
-            config.env.format_reward and not config.env.tools,
-            f"env.format_reward={config.env.format_reward:g} rewards calls of env.tools, and there "
-            "are none; name some",
-        ),
-        (
-            rollout.max_context and not config.has_env,
-            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
-            "answer; set rollout.max_new_tokens",
-        ),
-        (
-            rollout.lengths and config.has_env,
-            "rollout.lengths fixes the length of responses, and an environment (env.path, "
-            "env.tools, data.task=guess) ends them; unset one",
         ),
         (
             window and rollout.stop,

@@ -14,7 +14,6 @@ from typing import Any
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
-from splitppo.job.collectives import Group
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
@@ -162,14 +161,14 @@ class Scorer:
 
 
 def count_failures(
-    group: Group,
+    group: Any,
     failing: Mapping[str, list[int]],
     rows: int,
     failures: Sequence[tuple[int, Failure]],
     *,
     never: bool,
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """A step's failures over the ranks of a group, all of which call it; the first rank prints
+    """A step's failures over the ranks of a `Group`, all of which call it; the first rank prints
     them. Returns `failing` as it is after the step, and the metrics.
 
     Args:
