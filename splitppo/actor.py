@@ -126,8 +126,10 @@ class Actor:
         """Tells all actor ranks which rows go on; returns, as metrics, what the first slots have
         decoded."""
         player = self.sampler.player
-        played = player.metrics(self.group) if player else {}
-        return {"slots": self.sampler.gather_open(self.group), **played}
+        return {
+            "slots": self.sampler.gather_open(self.group),
+            **(player.metrics(self.group) if player else {}),
+        }
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own;

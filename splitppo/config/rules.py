@@ -19,11 +19,11 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
         engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
-        log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
-        reference.tensor_parallel reward.tensor_parallel reward.workers rollout.batch_size
-        rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
-        rollout.samples steps value.ensemble value.layers value.pretrain_epochs
-        value.tensor_parallel""",
+        log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches ppo.value_epochs
+        ppo.value_mini_batches reference.tensor_parallel reward.tensor_parallel reward.workers
+        rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
+        rollout.max_prompt_tokens rollout.samples steps value.ensemble value.layers
+        value.pretrain_epochs value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (

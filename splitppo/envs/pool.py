@@ -15,8 +15,7 @@ from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
 from splitppo.envs.tools import ToolEnv, load_tools
 from splitppo.errors import UserError, one_line
-from splitppo.workers import Failure, Work
-from splitppo.workers.loading import awaited, find_in_file, is_async
+from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
 BUILT_IN = {"guess": Guess}  # that `env.path` may name
@@ -144,7 +143,8 @@ class Envs:
         if key not in self.held:
             return None, lambda _: None
         env = self.held.pop(key) if method == "close" else self.held[key]
-        return getattr(env, method)(*given), partial(_read, method)
+        # tools have a step alone
+        return getattr(env, method, lambda: None)(*given), partial(_read, method)
 
     def _close(self) -> None:
         for env in self.held.values():

@@ -18,7 +18,7 @@ from splitppo.envs import Call, Message, Turn
 from splitppo.envs.calculator import calculator
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
-from splitppo.workers.loading import awaited, find_in_file, is_async
+from splitppo.workers import awaited, find_in_file, is_async
 
 Tool = Callable[..., Any]
 # reads a turn: the ids of the row so far, and those that were sampled then
@@ -163,9 +163,6 @@ class ToolEnv:
         # then a process runs many rows at a time, and plain functions beside the event loop
         self.asynchronous = any(map(is_async, tools.values()))
 
-    def reset(self) -> None:
-        """The prompt is the row's own."""
-
     async def step(self, message: Message) -> Turn:
         if not message.tool_calls:
             return Turn(done=True)
@@ -209,6 +206,3 @@ class ToolEnv:
             if kind in (int, float, str, bool, list, dict) and not fits:
                 return f"{call.name}: {name} must be {kind.__name__}, not {json.dumps(value)[:80]}"
         return ""
-
-    def close(self) -> None:
-        """There is nothing to free."""

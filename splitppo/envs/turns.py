@@ -99,7 +99,9 @@ class Turns:
                 else message
                 for message in messages
             ]
-            return self._between(short, sampled)
+            ids = self._ids(self._tail(short))
+            ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
+            return ids[len(self._end) :] if ended else ids
 
         longest = max((len(message.content) for message in messages), default=0)
         ids = shortened(longest)
@@ -158,11 +160,6 @@ class Turns:
                 f"{whole[same:][:40]!r}; set data.chat_kwargs or another template so that it does "
                 "not, or --env.rewritten keep (the policy then reads what it sampled)"
             )
-
-    def _between(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        ids = self._ids(self._tail(messages))
-        ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
-        return ids[len(self._end) :] if ended else ids
 
     def _tail(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an assistant's text when these messages follow."""

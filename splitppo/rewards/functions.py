@@ -17,8 +17,7 @@ from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
-from splitppo.workers import Failure
-from splitppo.workers.loading import find_in_file
+from splitppo.workers import Failure, Handler, find_in_file
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -91,16 +90,12 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     return found
 
 
-class Functions:
+def handler_of(names: Sequence[str]) -> Handler:
     """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
-
-    def __init__(self, names: Sequence[str]):
-        self.functions = {name: find_function(name) for name in names}
-        if "math" in names:
-            importlib.import_module("math_verify")  # a second that must not count for the first row
-
-    def __call__(self, name: str, row: dict[str, Any]) -> tuple[Any, Callable[[Any], Outcome]]:
-        return self.functions[name](**row), read_result
+    functions = {name: find_function(name) for name in names}
+    if "math" in names:
+        importlib.import_module("math_verify")  # a second that must not count for the first row
+    return lambda name, row: (functions[name](**row), read_result)
 
 
 def name_function(function: RewardFunction) -> str:

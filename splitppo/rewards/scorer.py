@@ -18,16 +18,15 @@ from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
     FAST,
-    Functions,
     Outcome,
     asks_for,
     display_names,
     find_function,
+    handler_of,
     scored_by,
 )
 from splitppo.rollout import Prompt
-from splitppo.workers import FAILING_STEPS, Failure, Work, say_failures
-from splitppo.workers.loading import is_async
+from splitppo.workers import FAILING_STEPS, Failure, Work, is_async, say_failures
 from splitppo.workers.pool import Pool
 
 FAILING_ROWS = 16  # the run ends when a function fails on every row, and on so many, in these steps
@@ -108,7 +107,7 @@ class Scorer:
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
             work = Work(
-                partial(Functions, names), "reward", f"the reward {', '.join(names)}",
+                partial(handler_of, names), "reward", f"the reward {', '.join(names)}",
                 reward.timeout, asynchronous,
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))

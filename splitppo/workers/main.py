@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import keep
-from splitppo.workers import Handler, Work
-from splitppo.workers.loading import awaited
+from splitppo.workers import Handler, Work, awaited
 
 
 def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:

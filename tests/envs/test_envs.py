@@ -228,7 +228,6 @@ def step(env: ToolEnv, text: str, *calls: Call) -> Turn:
 def test_a_call_is_answered(file: Path, call: Call, answer: str):
     tools = load_tools([f"{file}:multiply", "calculator"])
     env = ToolEnv(tools, format_reward=0.1)
-    assert env.reset() is None
     turn = step(env, "", call)
     (message,) = turn.messages
     assert message.role == "tool"
