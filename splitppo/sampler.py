@@ -303,8 +303,13 @@ class _Decoding:
     def _ask(self, row: Episode) -> Ask:
         self.asked[row.row] = row
         tokens = min(self.sampler.left(row), self._budget(row))
-        free = self.sampler.length(row.row) is None
-        return Ask(row.row, [*row.prompt, *row.response], row.tokens, tokens, free)
+        return Ask(
+            row.row,
+            [*row.prompt, *row.response],
+            row.tokens,
+            tokens,
+            free=self.sampler.length(row.row) is None,
+        )
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
         """Appends what was sampled. Yields the row if it stops."""

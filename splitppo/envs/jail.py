@@ -28,7 +28,6 @@ OTHERS = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000
 BARE = 2 | 4
 BIND = 0x1000 | 0x4000
 ROOT = "/sys"  # where the new root folder is put together: a folder that every machine has
-DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,7 +53,7 @@ def new_root(readable: list[str], folder: int) -> None:
     """Makes a root folder that holds what is `readable`, and /tmp for `folder` bytes, and leaves
     the old one."""
     call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
-    for path in readable + DEVICES:
+    for path in (*readable, "/dev/null", "/dev/zero", "/dev/urandom"):
         inside = Path(ROOT + path)
         inside.parent.mkdir(parents=True, exist_ok=True)
         make = Path.mkdir if os.path.isdir(path) else Path.touch

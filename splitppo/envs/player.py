@@ -16,26 +16,25 @@ from typing import Any, NamedTuple
 from splitppo.config import Config
 from splitppo.envs import Message, Turn
 from splitppo.envs.pool import EnvPool
-from splitppo.envs.tools import CallReader, call_reader, instructions, load_tools, tool_schemas
+from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
 from splitppo.workers import FAILING_STEPS, Failure, say_failures
 
 
-def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tuple[None, None]:
-    """What makes tokens of an environment's messages, and a message of the policy's tokens; None
+def turns_of(config: Config, tokenizer: Any) -> Turns | None:
+    """What makes tokens of an environment's messages, and messages of the policy's tokens; None
     without environments. Raises UserError if the tools or the chat template can't be used."""
     env = config.env
     if not config.has_env:
-        return None, None
-    schemas = tool_schemas(load_tools(env.tools, network=env.network))
+        return None
     return Turns(
         tokenizer,
-        tools=schemas,
-        instructions=instructions(schemas, env.call_format),
+        tools=tool_schemas(load_tools(env.tools, network=env.network)),
+        call_format=env.call_format,
         arguments=json.loads(config.data.chat_kwargs),
-    ), call_reader(tokenizer, schemas, env.call_format)
+    )
 
 
 def rehearse(config: Config, prompt: Prompt) -> list[str]:
@@ -57,11 +56,10 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers. None without environments."""
-    turns, read = language_of(config, tokenizer)
-    if not turns or not read:
+    if not (turns := turns_of(config, tokenizer)):
         return None, None
     pool = EnvPool(config.environment, config.reward.workers)
-    return [Player(pool, turns, read, config) for _ in range(2)]
+    return [Player(pool, turns, config) for _ in range(2)]
 
 
 class Reply(NamedTuple):
@@ -109,13 +107,12 @@ class Player:
         sums: over the turns that were answered, by name; `turns` is their number.
     """
 
-    def __init__(self, pool: EnvPool, turns: Turns, read: CallReader, config: Config):
+    def __init__(self, pool: EnvPool, turns: Turns, config: Config):
         self.failures: list[tuple[int, Failure]] = []
         self.sums = defaultdict[str, float](float)
         self.failing = 0  # steps, to the last, in which no environment has answered
         self.pool = pool
         self._turns = turns
-        self._read = read
         self._config = config
         self._rows: dict[int, _Row] = {}
         self._seconds: list[float] = []  # that each answer took
@@ -131,7 +128,7 @@ class Player:
             return row.awaits
         for number, (said, heard) in enumerate(ended):
             if number == len(one.said):
-                one.said.append(self._read(before, said))
+                one.said.append(self._turns.spoken(before, said))
             before += [*said, *heard]
         if not one.broken:
             started = time.monotonic()

@@ -31,8 +31,9 @@ def load(env: EnvConfig) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
             lambda row, seed: ToolEnv(tools, env.format_reward),
             any(map(is_async, tools.values())),
         )
-    known = f"environment; use {', '.join(BUILT_IN)}"
-    found = BUILT_IN.get(env.path) or find_in_file(env.path, "env.path", "environment", known)
+    found = BUILT_IN.get(env.path) or find_in_file(
+        env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
+    )
     for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
         try:
             inspect.signature(getattr(found, method)).bind(*range(arguments))
@@ -63,8 +64,10 @@ class EnvPool(Pool):
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
         _, asynchronous = load(env)
         named = (env.path,) if env.path else env.tools
-        names = f"the environment's {', '.join(named)}"
-        work = Work(partial(Envs, env), "env", names, env.timeout, asynchronous, memory)
+        work = Work(
+            partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
+            asynchronous, memory,
+        )  # fmt: skip
         super().__init__(work, workers)
         self.name = ", ".join(name.rpartition(":")[2] for name in named)
         self._held: dict[int, Worker] = {}

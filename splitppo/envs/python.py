@@ -87,5 +87,7 @@ def _interpreter(network: bool) -> dict[str, list[str] | str]:
         *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
     ]  # fmt: skip
     found = {Path(path) for path in wanted if os.path.exists(path)}
-    outer = [str(path) for path in sorted(found) if found.isdisjoint(path.parents)]
-    return {"readable": outer, "path": os.pathsep.join(dict.fromkeys(packages))}
+    return {
+        "readable": [str(path) for path in sorted(found) if found.isdisjoint(path.parents)],
+        "path": os.pathsep.join(dict.fromkeys(packages)),
+    }

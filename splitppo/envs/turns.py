@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from splitppo.envs import ROLES, Message
+from splitppo.envs.tools import call_reader, instructions
 from splitppo.errors import UserError, one_line
 
 SPOKEN = "sampled-by-the-policy"  # the placeholder
@@ -28,11 +29,13 @@ class Turns:
 
     Args:
         tools: schemas for the template's `tools`.
-        instructions: for a template that does not read `tools`: text about them, which goes to the
-            system message.
+        call_format: as for `call_reader`.
         arguments: `data.chat_kwargs`.
 
     Attributes:
+        spoken: reads what the policy said, and its calls.
+        instructions: for a template that does not read `tools`: text about them, which goes to the
+            system message.
         notes: lines for the user about what this template needed.
     """
 
@@ -40,12 +43,13 @@ class Turns:
         self,
         tokenizer: Any,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        instructions: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+        call_format: str = "auto",
         arguments: Mapping[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
+        self.spoken = call_reader(tokenizer, tools, call_format)
         self.instructions = ""
         self.notes: list[str] = []
         if tools and not tokenizer.chat_template:
@@ -56,7 +60,7 @@ class Turns:
         if tools and self._render([ASKED], tools=list(tools)) != self._render([ASKED]):
             self.arguments["tools"] = list(tools)
         elif tools:
-            self.instructions = instructions
+            self.instructions = instructions(tools, call_format)
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
@@ -81,8 +85,7 @@ class Turns:
         plain = not self.tokenizer.chat_template
         ids = self.tokenizer(self.render(messages), add_special_tokens=plain)["input_ids"]
         # some tokenizers end each text, and a policy has nothing to say behind the end
-        ended = plain and ids[-1:] == [self.tokenizer.eos_token_id]
-        return list(ids[:-1] if ended else ids)
+        return list(ids[:-1] if plain and ids[-1:] == [self.tokenizer.eos_token_id] else ids)
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None

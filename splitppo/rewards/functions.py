@@ -75,8 +75,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         )
     if function in BY_NAME:
         return BY_NAME[function]
-    known = f"rule; use auto, {', '.join(BY_NAME)}"
-    found = find_in_file(function, setting, "reward", known)
+    found = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
     names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
     try:
         inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})

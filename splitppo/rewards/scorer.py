@@ -194,8 +194,10 @@ def count_failures(
             steps = f"{len(in_steps)} step{'s' * (len(in_steps) > 1)}"
             raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
     kinds = Counter(failure.kind for _, failure in found)
-    metrics = {"critic/reward_failures": float(len(found))}
-    metrics |= {f"critic/reward_failures/{kind}": float(kinds[kind]) for kind in sorted(kinds)}
+    metrics = {
+        "critic/reward_failures": float(len(found)),
+        **{f"critic/reward_failures/{kind}": float(kinds[kind]) for kind in sorted(kinds)},
+    }
     if failed:  # of the function that failed on the most rows
         metrics["critic/reward_failures/share"] = max(failed.values()) / whole
     return failing, metrics

@@ -16,7 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
-from splitppo.envs.player import language_of, rehearse
+from splitppo.envs.player import rehearse, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -175,7 +175,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     template if rows have turns."""
     config = resolved.config
     reward = config.reward
-    turns, _ = language_of(config, resolved.tokenizer)
+    turns = turns_of(config, resolved.tokenizer)
     scored: dict[data.Split, str] = {
         "train": "function",
         "validation": "validation" if reward.validation else "function",

@@ -14,7 +14,7 @@ from ranks import ALONE
 from splitppo.config import Config, EnvConfig, RewardConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.player import Player, language_of
+from splitppo.envs.player import Player, turns_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Episode, Prompt
 from splitppo.sampler import Sampler
@@ -101,7 +101,7 @@ def sampler_of(
         limit=limit,
         context=given.rollout.max_context,
         window=window,
-        player=Player(cast(Any, LocalPool(Env, 3)), *language_of(given, TOKENIZER), given),
+        player=Player(cast(Any, LocalPool(Env, 3)), cast(Any, turns_of(given, TOKENIZER)), given),
     )
 
 
