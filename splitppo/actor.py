@@ -87,9 +87,8 @@ class Actor:
 
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
-        stale = self.synced != self.policy.updates or not self.engine.loaded
         # engines decide on their own whether they sleep, so the group must agree
-        if self.group.all_max([stale])[0]:
+        if self.group.all_max([self.synced != self.policy.updates or not self.engine.loaded])[0]:
             self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
@@ -322,10 +321,9 @@ class Actor:
         self.compared = tokens > 0
         mean = total / max(tokens, 1)
         much, most = MISMATCH[self.engine_dtype]
-        dtype = str(self.engine_dtype).removeprefix("torch.")
         found = (
             f"log-probs of engine and trainer differ by {mean:.2g} nats a token; "
-            f"{dtype} explains {{:g}}: "
+            f"{str(self.engine_dtype).removeprefix('torch.')} explains {{:g}}: "
         )
         if not math.isfinite(mean):
             self.policy.check_finite()

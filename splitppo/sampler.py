@@ -48,7 +48,7 @@ ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, the response tokens that it has so
-    far, how many of them are of the last step, and all of its tokens; 0: those of its prompt."""
+    far, how many of them are of the last step, and all of its tokens."""
 
     row: int
     tokens: int = 0
@@ -150,8 +150,10 @@ class Sampler:
     def contexts(self) -> list[int]:
         """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
         at once."""
-        rows = (self.open.get(slot) or OpenRow(slot) for slot in range(self.slots))
-        return [row.total or len(self.prompt(row.row).tokens) for row in rows]
+        return [
+            self.open[slot].total if slot in self.open else len(self.prompt(slot).tokens)
+            for slot in range(self.slots)
+        ]
 
     def state(self, group: Group) -> list[Any]:
         """The open rows as a checkpoint holds them: number, the row as a message, and the hash of
@@ -181,20 +183,19 @@ class Sampler:
         rows = [self._stored(entry) for entry in state]
         longest = max((row.tokens for row, _ in rows), default=0)
         for row, asked in rows:
-            number = row.row
             if row.segments and asked not in ([], [self._asked(row)]):
                 raise UserError(
-                    f"row {number} of the checkpoint goes on, and its prompt is another one here"
+                    f"row {row.row} of the checkpoint goes on, and its prompt is another one here"
                     f" (hash {self._asked(row)}, not {asked[0]}); restore seed, data,"
                     " rollout.samples and rollout.lengths of its run, or start from its exported"
                     " policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(
-                    f"rollout.max_new_tokens={self.limit}, and row {number} of the checkpoint goes"
+                    f"rollout.max_new_tokens={self.limit}, and row {row.row} of the checkpoint goes"
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
-            slot = number % self.slots
+            slot = row.row % self.slots
             self.open[slot] = _known(row)
             self.held[slot] = row
 

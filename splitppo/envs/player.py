@@ -227,11 +227,10 @@ class Player:
         turn: Turn = heard[-1]
         for name, number in {"turns": 1, **turn.metrics}.items():
             self.sums[name] += number
-        end: End | None = None
+        full = turn.truncated or len(row.turns) == self._config.env.max_turns
+        end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:
             end = "environment"
-        elif turn.truncated or len(row.turns) == self._config.env.max_turns:
-            end = "limit"
         ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
         # the reward as a message holds it
         return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)

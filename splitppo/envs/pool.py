@@ -62,11 +62,10 @@ class EnvPool(Pool):
     """
 
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
-        _, asynchronous = load(env)
         named = (env.path,) if env.path else env.tools
         work = Work(
             partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
-            asynchronous, memory,
+            load(env)[1], memory,
         )  # fmt: skip
         super().__init__(work, workers)
         self.name = ", ".join(name.rpartition(":")[2] for name in named)

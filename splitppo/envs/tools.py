@@ -173,8 +173,14 @@ class ToolEnv:
             Message("tool", text, name=call.name, call_id=call.id)
             for call, (text, _) in zip(message.tool_calls, answers, strict=True)
         ]
-        errors = sum(failed for _, failed in answers)
-        return Turn(messages, reward, metrics={"tool_calls": len(answers), "tool_errors": errors})
+        return Turn(
+            messages,
+            reward,
+            metrics={
+                "tool_calls": len(answers),
+                "tool_errors": sum(failed for _, failed in answers),
+            },
+        )
 
     async def _run(self, call: Call) -> tuple[str, bool]:
         """The answer to a call, and whether it is an error."""

@@ -77,8 +77,9 @@ def main() -> int:
         key, sys.path[:], work = connection.recv()
         if work.memory:
             with contextlib.suppress(ValueError):  # the machine's limit is lower
-                hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-                resource.setrlimit(resource.RLIMIT_DATA, (work.memory, hard))
+                resource.setrlimit(
+                    resource.RLIMIT_DATA, (work.memory, resource.getrlimit(resource.RLIMIT_DATA)[1])
+                )
         try:
             handler = work.make()
         except UserError as error:
