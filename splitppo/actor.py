@@ -77,9 +77,11 @@ class Actor:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        given = ["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)]
         self.policy.warm_up(
-            partial(self._outputs, entropy=True), self._objective, fields=2, given=given
+            partial(self._outputs, entropy=True),
+            self._objective,
+            fields=2,
+            given=["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)],
         )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -155,8 +157,9 @@ class Actor:
                 }
         ref = [self.reference.logprobs(rollout)] if self.reference else []
         if ref:
-            kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
-            sums["actor/ref_kl"] = float(kl.sum())
+            sums["actor/ref_kl"] = float(
+                algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind).sum()
+            )
         return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
     def release_reference(self) -> None:

@@ -273,15 +273,17 @@ class _Decoding:
         self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
         self.engine.begin(sampling, self.seed)
         try:
-            first = [sampler.row(self.step, slot) for slot in slots]
-            first.sort(key=lambda row: len(row.prompt) + row.tokens)
+            first = sorted(
+                (sampler.row(self.step, slot) for slot in slots),
+                key=lambda row: len(row.prompt) + row.tokens,
+            )
             if sampler.player:
                 sampler.player.keep({row.row for row in first})
             self._start(first)
             while self.asked or self.waiting:
                 idle = not self.asked
-                pieces = [] if idle else self.engine.poll()
-                stopped = [row for piece in pieces for row in self._take(piece)]
+                polled = [] if idle else self.engine.poll()
+                stopped = [row for piece in polled for row in self._take(piece)]
                 if self.waiting and sampler.player:
                     for reply in sampler.player.poll(self.waiting, TICK if idle else 0):
                         stopped += self._answer(reply)
@@ -295,9 +297,10 @@ class _Decoding:
 
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
-        seed = row_seed(self.seed, row.row, ENV_NOISE)
         player = self.sampler.player
-        if player and player.ask(row, self.sampler.prompt(row.row), seed):
+        if player and player.ask(
+            row, self.sampler.prompt(row.row), row_seed(self.seed, row.row, ENV_NOISE)
+        ):
             self.waiting[row.row] = row
         return row.row in self.waiting
 
@@ -324,8 +327,9 @@ class _Decoding:
         elif not self.sampler.player or piece.end == "limit":
             yield self._stop(replace(row, end=piece.end))
         else:
-            ended = Segment(array(IDS), None, self.step)
-            self._waits(replace(row, segments=(*row.segments, ended)))
+            self._waits(
+                replace(row, segments=(*row.segments, Segment(array(IDS), None, self.step)))
+            )
             if not self._budget(row):  # it is answered while the others train
                 yield self.waiting.pop(row.row)
 

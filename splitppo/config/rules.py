@@ -105,9 +105,9 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    parts = (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic)
-    for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
-        raise UserError(message)
+    for part in (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic):
+        for message in (said for is_wrong, said in part(config) if is_wrong):
+            raise UserError(message)
 
 
 def _check_size(name: str, number: Any) -> None:
@@ -218,8 +218,6 @@ def _of_reward(config: Config) -> Contradictions:
     reward = config.reward
     rollout = config.rollout
     functions = config.reward.function
-    every = config.log.validate_every
-    limit = rollout.max_new_tokens
     return [
         (
             functions == ("none",) and reward.model is None and not config.has_env,
@@ -227,10 +225,12 @@ def _of_reward(config: Config) -> Contradictions:
             "rows",
         ),
         (
-            functions == ("none",) and every and not reward.validation and not config.has_env,
-            f"log.validate_every={every}: functions score held-out rows, and reward.function is "
-            "none; "
-            "name one in --reward.validation",
+            functions == ("none",)
+            and config.log.validate_every
+            and not reward.validation
+            and not config.has_env,
+            f"log.validate_every={config.log.validate_every}: functions score held-out rows, and "
+            "reward.function is none; name one in --reward.validation",
         ),
         (
             functions != ("none",) and ("none" in functions or not functions),
@@ -252,9 +252,9 @@ def _of_reward(config: Config) -> Contradictions:
             "a step's only row would score 0; use running",
         ),
         (
-            reward.overlong_tokens >= limit,
+            reward.overlong_tokens >= rollout.max_new_tokens,
             f"reward.overlong_tokens={reward.overlong_tokens} must be below "
-            f"rollout.max_new_tokens={limit}; lower it",
+            f"rollout.max_new_tokens={rollout.max_new_tokens}; lower it",
         ),
     ]
 
@@ -263,7 +263,6 @@ def _of_ppo(config: Config) -> Contradictions:
     ppo = config.ppo
     rollout = config.rollout
     steps = config.ppo.mini_batches
-    rows = rollout.batch_size
     count = ppo.value_mini_batches or steps
     return [
         (
@@ -272,9 +271,9 @@ def _of_ppo(config: Config) -> Contradictions:
             "of it",
         ),
         (
-            rows % count,
-            f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; "
-            f"{_use(rows, count)}",
+            rollout.batch_size % count,
+            f"rollout.batch_size={rollout.batch_size} does not cut into "
+            f"ppo.value_mini_batches={count}; {_use(rollout.batch_size, count)}",
         ),
         (
             config.old_logprobs == "engine" and ppo.importance != "off",

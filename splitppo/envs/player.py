@@ -120,12 +120,11 @@ class Player:
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         """Has the row's environment hear the turns that have ended, unless it has; it begins if it
         is not here. Returns whether the row waits for a reply."""
-        new = row.row not in self._rows
+        ended = row.turns if row.awaits else row.turns[:-1]
+        if row.row in self._rows and len(self._rows[row.row].said) == len(ended):
+            return row.awaits
         one = self._rows.setdefault(row.row, _Row())
         before = [*row.prompt]
-        ended = row.turns if row.awaits else row.turns[:-1]
-        if not new and len(one.said) == len(ended):
-            return row.awaits
         for number, (said, heard) in enumerate(ended):
             if number == len(one.said):
                 one.said.append(self._turns.spoken(before, said))
@@ -168,8 +167,8 @@ class Player:
         """What the environments have done since the last call, over all ranks of a `Group`, which
         call it. The first rank prints failures. Raises UserError if none has given an answer for
         some steps."""
-        parts = group.all_gather(group.gather_set(self.take()))
-        sums, failures = zip(*(part for ranks in parts for part in ranks), strict=True)
+        sets = group.all_gather(group.gather_set(self.take()))
+        sums, failures = zip(*(part for ranks in sets for part in ranks), strict=True)
         waited = max(own.pop("waited", 0.0) for own in sums)
         total = Counter[str]()
         for own in sums:

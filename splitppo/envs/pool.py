@@ -63,11 +63,13 @@ class EnvPool(Pool):
 
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
         named = (env.path,) if env.path else env.tools
-        work = Work(
-            partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
-            load(env)[1], memory,
+        super().__init__(
+            Work(
+                partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
+                load(env)[1], memory,
+            ),
+            workers,
         )  # fmt: skip
-        super().__init__(work, workers)
         self.name = ", ".join(name.rpartition(":")[2] for name in named)
         self._held: dict[int, Worker] = {}
 

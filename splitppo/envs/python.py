@@ -50,9 +50,11 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
     end well. Raises RuntimeError if the kernel allows no jail."""
-    given = {"network": network, "seconds": seconds, **_interpreter(network)}
     with subprocess.Popen(
-        [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)],
+        [
+            os.path.realpath(sys.executable), "-I", "-S", _JAIL,
+            json.dumps({"network": network, "seconds": seconds, **_interpreter(network)}),
+        ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
         start_new_session=True,
     ) as process:  # fmt: skip

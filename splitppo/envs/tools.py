@@ -6,16 +6,18 @@ The rank has the tokenizer, so it makes the schemas and reads the calls in what 
 (`call_reader`). The worker has the functions, so it checks the arguments and runs them (`ToolEnv`).
 """
 
+import ast
 import asyncio
 import inspect
 import json
+import math
+import operator
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitppo.envs import Call, Message, Turn
-from splitppo.envs.calculator import calculator
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
 from splitppo.workers import awaited, find_in_file, is_async
@@ -33,6 +35,20 @@ FORMATS = {
     ),
     "mistral": ("[TOOL_CALLS]", r"\[TOOL_CALLS\](.*)"),
 }
+LONGEST = 1000  # characters of an expression for the calculator
+BITS = 4096  # of its largest number
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
 def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool]:
@@ -40,11 +56,13 @@ def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool
     Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
     apart from the machine here."""
     built_in = {"calculator": lambda: calculator, "python": lambda: python_tool(network=network)}
-    known = f"tool; use {', '.join(built_in)}"
     found: dict[str, Tool] = {}
     for named in names:
-        make = built_in.get(named)
-        tool = make() if make else find_in_file(named, "env.tools", "tool", known)
+        tool = (
+            built_in[named]()
+            if named in built_in
+            else find_in_file(named, "env.tools", "tool", f"tool; use {', '.join(built_in)}")
+        )
         if tool.__name__ in found:
             raise UserError(
                 f"env.tools={named}: another tool is called {tool.__name__}, too; rename one"
@@ -109,10 +127,10 @@ def call_reader(
         )
 
     def read(before: Sequence[int], sampled: Sequence[int]) -> Message:
-        text = tokenizer.decode(sampled, skip_special_tokens=False)
         shown = tokenizer.decode(sampled, skip_special_tokens=True)
         if not by_template:
-            found = ("".join(filter(None, match.groups())) for match in pattern.finditer(text))
+            matches = pattern.finditer(tokenizer.decode(sampled, skip_special_tokens=False))
+            found = ("".join(filter(None, match.groups())) for match in matches)
             calls = (call for written in found for call in _calls(written.strip()))
             return Message("assistant", shown, tuple(calls))
         try:
@@ -212,3 +230,43 @@ class ToolEnv:
             if kind in (int, float, str, bool, list, dict) and not fits:
                 return f"{call.name}: {name} must be {kind.__name__}, not {json.dumps(value)[:80]}"
         return ""
+
+
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression.
+
+    Args:
+        expression: numbers, brackets and the operators + - * / // % **, for example "(3 + 4) * 5".
+
+    Returns:
+        The result.
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has more than {LONGEST} characters")
+    try:
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    value = _value(tree.body)
+    # a quotient without a remainder as people write it
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value = number
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            first = _value(left)
+            second = _value(right)
+            # before the power is worked out
+            if isinstance(op, ast.Pow) and math.log2(abs(first) + 1) * abs(second) > BITS:
+                raise ValueError(f"the power has more than {BITS} bits")
+            value = _OPERATORS[type(op)](first, second)
+        case _:
+            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; use + - * / // % **")
+    if isinstance(value, complex) or abs(value) >= 1 << BITS:
+        raise ValueError("the result is no real number, or too large")
+    return value

@@ -220,10 +220,11 @@ class Turns:
         if not self.instructions:
             return found
         first = found[0]
-        if self._takes_system and first["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": self.instructions}, *found]
         texts = [first["content"], self.instructions]
-        texts = texts if first["role"] in ("system", "developer") else texts[::-1]
+        if first["role"] not in ("system", "developer"):
+            if self._takes_system:
+                return [{"role": "system", "content": self.instructions}, *found]
+            texts.reverse()
         return [{**first, "content": "\n\n".join(texts)}, *found[1:]]
 
 

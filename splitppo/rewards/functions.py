@@ -76,9 +76,11 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     if function in BY_NAME:
         return BY_NAME[function]
     found = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
-    names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
     try:
-        inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
+        inspect.signature(found).bind(
+            data_source="", solution_str="", ground_truth="", extra_info={},
+            **dict.fromkeys(asks_for(found), ""),
+        )  # fmt: skip
     except ValueError:  # some callables written in C have no signature
         pass
     except TypeError as error:
@@ -116,9 +118,8 @@ def asks_for(function: RewardFunction) -> set[str]:
     """Those of `prompt` and `messages` that are parameters of the function. One that
     functools.partial has filled does not count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
-        parameters = inspect.signature(function).parameters
-        filled = getattr(function, "keywords", {}).keys()
-        return {"prompt", "messages"} & (parameters.keys() - filled)
+        asked = inspect.signature(function).parameters.keys()
+        return {"prompt", "messages"} & asked - getattr(function, "keywords", {}).keys()
     return set()
 
 

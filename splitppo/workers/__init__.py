@@ -63,13 +63,18 @@ class Work:
         """The failure of a call that raised `error`."""
         if not (self.memory and isinstance(error, MemoryError)):
             return Failure("", "error", describe(error))
-        text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
-        return Failure("", "memory", text, sure=False)
+        return Failure(
+            "",
+            "memory",
+            f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB",
+            sure=False,
+        )
 
     def timed_out(self, why: str = "", *, sure: bool = True) -> Failure:
         """The failure of a call that took too long."""
-        limit = f"{self.section}.timeout={self.timeout:g}"
-        return Failure("", "timeout", f"took longer than {limit} s{why}", sure)
+        return Failure(
+            "", "timeout", f"took longer than {self.section}.timeout={self.timeout:g} s{why}", sure
+        )
 
 
 def say_failures(
@@ -81,11 +86,13 @@ def say_failures(
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
     if found:
-        texts = (
-            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
-            for (name, kind), rows in sorted(found.items())
+        say(
+            f"{where}{what} that failed: "
+            + "; ".join(
+                f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
+                for (name, kind), rows in sorted(found.items())
+            )
         )
-        say(f"{where}{what} that failed: {'; '.join(texts)}")
 
 
 def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
@@ -107,10 +114,10 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
         ) from error
     if not hasattr(module, name):
         kind = type if what == "environment" else FunctionType
-        defined = ", ".join(key for key, value in vars(module).items() if isinstance(value, kind))
+        defined = (key for key, value in vars(module).items() if isinstance(value, kind))
         raise UserError(
             f"{wrong} {path} has no {name} when it is imported; "
-            f"{'classes' if kind is type else 'functions'} there: {defined or 'none'}"
+            f"{'classes' if kind is type else 'functions'} there: {', '.join(defined) or 'none'}"
         )
     return getattr(module, name)
 

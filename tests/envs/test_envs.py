@@ -15,10 +15,16 @@ import pytest
 
 from splitppo.config import EnvConfig
 from splitppo.envs import Call, Message, Turn, read_turn
-from splitppo.envs.calculator import calculator
 from splitppo.envs.guess import Guess, best_score
 from splitppo.envs.pool import load
-from splitppo.envs.tools import ToolEnv, call_reader, instructions, load_tools, tool_schemas
+from splitppo.envs.tools import (
+    ToolEnv,
+    calculator,
+    call_reader,
+    instructions,
+    load_tools,
+    tool_schemas,
+)
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 
