@@ -235,8 +235,10 @@ class Player:
         return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
 
     def _observe(self, turn: Turn, said: array) -> array:
-        limit = self._config.env.max_observation_tokens
-        return array(IDS, self._turns.observation(turn.messages, said, limit))
+        return array(
+            IDS,
+            self._turns.observation(turn.messages, said, self._config.env.max_observation_tokens),
+        )
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

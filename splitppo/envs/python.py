@@ -68,11 +68,9 @@ def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> 
     text = printed[:OUTPUT].decode(errors="replace")
     if process.returncode == REFUSED:
         raise RuntimeError(one_line(text))
-    ends = {
-        0: "",
-        -signal.SIGKILL: f"\n[stopped: it printed more than {OUTPUT} bytes]",
-        -signal.SIGALRM: f"\n[stopped after {seconds} s]",
-    }
+    if len(printed) > OUTPUT:
+        return f"{text}\n[stopped: it printed more than {OUTPUT} bytes]"
+    ends = {0: "", -signal.SIGALRM: f"\n[stopped after {seconds} s]"}
     return text + ends.get(process.returncode, f"\n[exit status {process.returncode}]")
 
 

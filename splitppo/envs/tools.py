@@ -91,8 +91,9 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 def instructions(schemas: Sequence[Mapping[str, Any]], call_format: str = "auto") -> str:
     """What tells a model about the tools whose chat template does not read `tools`. How to write a
     call of another format is the user's to say (`data.system`)."""
-    functions = "\n".join(json.dumps(schema["function"]) for schema in schemas)
-    text = f"You may call these functions:\n{functions}"
+    text = "\n".join(
+        ["You may call these functions:", *(json.dumps(schema["function"]) for schema in schemas)]
+    )
     if call_format not in ("auto", "hermes"):
         return text
     return (
@@ -130,29 +131,35 @@ def call_reader(
         shown = tokenizer.decode(sampled, skip_special_tokens=True)
         if not by_template:
             matches = pattern.finditer(tokenizer.decode(sampled, skip_special_tokens=False))
-            found = ("".join(filter(None, match.groups())) for match in matches)
+            found = (next(filter(None, match.groups()), "") for match in matches)
             calls = (call for written in found for call in _calls(written.strip()))
             return Message("assistant", shown, tuple(calls))
         try:
             parsed = tokenizer.parse_response(list(sampled), prefix=list(before), tools=schemas)
         except ValueError as error:
             return Message("assistant", shown, (Call("", error=one_line(str(error))[:200]),))
-        calls = map(_call, parsed.get("tool_calls") or ())
-        return Message("assistant", str(parsed.get("content") or ""), tuple(calls))
+        return Message(
+            "assistant",
+            str(parsed.get("content") or ""),
+            tuple(map(_call, parsed.get("tool_calls") or ())),
+        )
 
     return read
 
 
 def _calls(text: str) -> list[Call]:
     """The calls in a text that begins with their JSON: one call or a list."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        return [Call("", error=f"the call is no JSON: {error}")]
-    # what follows may be more calls (Llama's semicolon), or the end of the turn
-    more = text[end:].lstrip("; \n")
-    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
-    return calls + (_calls(more) if more.startswith(("{", "[")) else [])
+    found: list[Call] = []
+    while True:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*found, Call("", error=f"the call is no JSON: {error}")]
+        found += map(_call, value if isinstance(value, list) else [value])
+        # what follows may be more calls (Llama's semicolon), or the end of the turn
+        text = text[end:].lstrip("; \n")
+        if not text.startswith(("{", "[")):
+            return found
 
 
 def _call(value: Any) -> Call:

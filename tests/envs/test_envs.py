@@ -125,6 +125,7 @@ def test_messages_may_be_dicts():
 # how models write calls: format -> (text of a turn, the calls in it or part of the error)
 A = Call("multiply", {"a": 3})
 B = Call("multiply", {"a": 4})
+A_TEXT = '{"name": "multiply", "arguments": {"a": 3}}'
 READ: list[tuple[str, str, list[Call] | str]] = [
     ("hermes", 'so <tool_call>\n{"name": "multiply", "arguments": {"a": 3}}\n</tool_call>.', [A]),
     ("hermes", '<tool_call>{"name": "multiply", "arguments": {"a": 3}}</tool_call>\n'
@@ -145,6 +146,7 @@ READ: list[tuple[str, str, list[Call] | str]] = [
     ("llama", "The result is {3}.", []),
     ("mistral", '[TOOL_CALLS][{"name": "multiply", "arguments": {"a": 3}, "id": "abcdefghi"}]<eos>',
      [Call("multiply", {"a": 3}, "abcdefghi")]),
+    ("hermes", f"<tool_call>{A_TEXT * 2000}</tool_call>", [A] * 2000),
     (r"CALL (.*)\n", 'CALL {"name": "multiply", "arguments": {"a": 3}}\n', [A]),
 ]  # fmt: skip
 
