@@ -77,9 +77,11 @@ class Actor:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        given = ["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)]
         self.policy.warm_up(
-            partial(self._outputs, entropy=True), self._objective, fields=2, given=given
+            partial(self._outputs, entropy=True),
+            self._objective,
+            fields=2,
+            given=["old", "ref", "advantages", *["sampled", "age"] * (self.sampler.window > 0)],
         )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -87,9 +89,8 @@ class Actor:
 
     def sync(self) -> None:
         """Brings the policy's weights into the engine, unless it has them."""
-        stale = self.synced != self.policy.updates or not self.engine.loaded
         # engines decide on their own whether they sleep, so the group must agree
-        if self.group.all_max([stale])[0]:
+        if self.group.all_max([self.synced != self.policy.updates or not self.engine.loaded])[0]:
             self.policy.check_finite()
             self.engine.load_weights(self.policy.weights(self.engine_dtype))
             self.synced = self.policy.updates
@@ -110,8 +111,10 @@ class Actor:
         ):
             done += len(ended)
             if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                ends = f"{done} rows have ended in this rank's {len(slots)} slots"
-                say(f"[actor]  step {plan.step:>4}  rollout: {ends}")
+                say(
+                    f"[actor]  step {plan.step:>4}  rollout: {done} rows have ended in this rank's "
+                    f"{len(slots)} slots"
+                )
                 printed = time.monotonic()
             yield ended
 
@@ -124,8 +127,10 @@ class Actor:
         """Tells all actor ranks which rows go on; returns, as metrics, what the first slots have
         decoded."""
         player = self.sampler.player
-        played = player.metrics(self.group) if player else {}
-        return {"slots": self.sampler.gather_open(self.group), **played}
+        return {
+            "slots": self.sampler.gather_open(self.group),
+            **(player.metrics(self.group) if player else {}),
+        }
 
     def logprobs(self, rollout: Rollout) -> tuple[list[Tensor], dict[str, Any]]:
         """Log-probs of the response tokens: `[N]` old ones, the trainer's or the engine's own;
@@ -152,8 +157,9 @@ class Actor:
                 }
         ref = [self.reference.logprobs(rollout)] if self.reference else []
         if ref:
-            kl = algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind)
-            sums |= {"actor/ref_kl": float(kl.sum())}
+            sums["actor/ref_kl"] = float(
+                algo.kl_estimate(old, ref[0], self.context.config.ppo.kl_kind).sum()
+            )
         return [old, *ref], self._rollout_metrics(rollout, sums, (sampled - old).abs())
 
     def release_reference(self) -> None:
@@ -193,10 +199,9 @@ class Actor:
         figures = []
         waits = bool(self.group.all_max([waits])[0])
         if not waits:
-            mini_batches = self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank)
             figures = self.policy.update(
                 rollout,
-                mini_batches,
+                self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank),
                 fields | weights,
                 self._objective,
                 step=step,
@@ -255,9 +260,9 @@ class Actor:
         *totals, tokens = self.group.all_sum(
             torch.tensor([*sums.values(), float(rollout.tokens)])
         ).tolist()
-        by_name = zip(sums, totals, strict=True)
         return {"weights": torch.cat([*weights, torch.zeros(0)])}, {
-            f"actor/{name}": total / max(tokens, 1) for name, total in by_name
+            f"actor/{name}": total / max(tokens, 1)
+            for name, total in zip(sums, totals, strict=True)
         }
 
     def validate(self, step: int) -> dict[str, float]:
@@ -319,16 +324,17 @@ class Actor:
         self.compared = tokens > 0
         mean = total / max(tokens, 1)
         much, most = MISMATCH[self.engine_dtype]
-        dtype = str(self.engine_dtype).removeprefix("torch.")
         found = (
             f"log-probs of engine and trainer differ by {mean:.2g} nats a token; "
-            f"{dtype} explains {{:g}}: "
+            f"{str(self.engine_dtype).removeprefix('torch.')} explains {{:g}}: "
         )
         if not math.isfinite(mean):
             self.policy.check_finite()
         if not mean <= most:
-            remedy = "they run different models; try --engine.kind hf or --compute.packing off"
-            raise UserError(found.format(most) + remedy)
+            raise UserError(
+                f"{found.format(most)}they run different models; "
+                "try --engine.kind hf or --compute.packing off"
+            )
         if mean > much and self.group.is_first:
             warn(f"{found.format(much)}compare a run with --compute.dtype float32")
 
@@ -348,15 +354,20 @@ class Actor:
             int((ages == 0).sum()),
             *sums.values(),
         ]
-        summed = self.group.all_sum(torch.tensor([float(part) for part in own])).tolist()
-        rows, tokens, prompts, cut, whole, age, now, *totals = summed
-        most = (
-            max(rollout.lengths, default=0),
-            int(ages.max()) if len(ages) else 0,
-            float(difference.max()) if len(difference) else 0.0,
-            self.engine.step_ms,
+        rows, tokens, prompts, cut, whole, age, now, *totals = self.group.all_sum(
+            torch.tensor([float(part) for part in own])
+        ).tolist()
+        longest, oldest, worsts, step_ms = zip(
+            *self.group.all_gather(
+                (
+                    max(rollout.lengths, default=0),
+                    int(ages.max()) if len(ages) else 0,
+                    float(difference.max()) if len(difference) else 0.0,
+                    self.engine.step_ms,
+                )
+            ),
+            strict=True,
         )
-        longest, oldest, worsts, step_ms = zip(*self.group.all_gather(most), strict=True)
         found = {
             "tokens": whole,
             "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),

@@ -282,16 +282,16 @@ class Rollout:
 
     def turn_rewards(self) -> Tensor:
         """`[N]` float32: what environments gave, at the last token of each turn."""
-        found = torch.zeros(self.tokens)
         sizes = [tokens for episode in self.episodes for _, tokens in episode.stretches]
         rewards = [reward for episode in self.episodes for reward in episode.rewards]
-        found[torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1] = torch.tensor(rewards)
-        return found
+        ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1
+        return torch.zeros(self.tokens).index_put((ends,), torch.tensor(rewards))
 
     def turn_starts(self) -> Tensor:
         """Where in `[N]` each turn begins."""
-        sizes = [len(said) for episode in self.episodes for said, _ in episode.turns]
-        counts = torch.tensor(sizes, dtype=torch.int64)
+        counts = torch.tensor(
+            [len(said) for episode in self.episodes for said, _ in episode.turns], dtype=torch.int64
+        )
         return counts.cumsum(0) - counts
 
     def turns(self) -> Tensor:

@@ -48,7 +48,7 @@ ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 class OpenRow(NamedTuple):
     """What every rank knows of a slot's open row: its number, the response tokens that it has so
-    far, how many of them are of the last step, and all of its tokens; 0: those of its prompt."""
+    far, how many of them are of the last step, and all of its tokens."""
 
     row: int
     tokens: int = 0
@@ -117,9 +117,7 @@ class Sampler:
             drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(
-            _Decoding(self, self.player, engine, step, seed).run(slots[rank::size], sampling)
-        ) as own:
+        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as own:
             for stopped in _of_set(own, group) if group and size > 1 else own:
                 yield [row for row in stopped if self._keep(row)]
 
@@ -140,9 +138,9 @@ class Sampler:
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        known = {slot: _known(row) for slot, row in self.held.items()}
         decoded = {}
-        for rows, part in group.all_gather((known, self._decoded)):
+        own = {slot: _known(row) for slot, row in self.held.items()}, self._decoded
+        for rows, part in group.all_gather(own):
             self.open |= rows
             decoded |= part
         self._everywhere = False
@@ -152,8 +150,10 @@ class Sampler:
     def contexts(self) -> list[int]:
         """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
         at once."""
-        rows = (self.open.get(slot) or OpenRow(slot) for slot in range(self.slots))
-        return [row.total or len(self.prompt(row.row).tokens) for row in rows]
+        return [
+            self.open[slot].total if slot in self.open else len(self.prompt(slot).tokens)
+            for slot in range(self.slots)
+        ]
 
     def state(self, group: Group) -> list[Any]:
         """The open rows as a checkpoint holds them: number, the row as a message, and the hash of
@@ -183,20 +183,19 @@ class Sampler:
         rows = [self._stored(entry) for entry in state]
         longest = max((row.tokens for row, _ in rows), default=0)
         for row, asked in rows:
-            number = row.row
             if row.segments and asked not in ([], [self._asked(row)]):
                 raise UserError(
-                    f"row {number} of the checkpoint goes on, and its prompt is another one here"
+                    f"row {row.row} of the checkpoint goes on, and its prompt is another one here"
                     f" (hash {self._asked(row)}, not {asked[0]}); restore seed, data,"
                     " rollout.samples and rollout.lengths of its run, or start from its exported"
                     " policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(
-                    f"rollout.max_new_tokens={self.limit}, and row {number} of the checkpoint goes"
+                    f"rollout.max_new_tokens={self.limit}, and row {row.row} of the checkpoint goes"
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
-            slot = number % self.slots
+            slot = row.row % self.slots
             self.open[slot] = _known(row)
             self.held[slot] = row
 
@@ -228,8 +227,7 @@ class Sampler:
 
     def left(self, row: Episode) -> int:
         """Tokens that a row may still get."""
-        limit = self.length(row.row) or self.limit
-        return min(limit - row.tokens, self.context - row.total)
+        return min((self.length(row.row) or self.limit) - row.tokens, self.context - row.total)
 
     def length(self, row: int) -> int | None:
         """The length of a row's response in a benchmark."""
@@ -259,7 +257,6 @@ class _Decoding:
     """
 
     sampler: Sampler
-    player: Player | None
     engine: RolloutEngine
     step: int
     seed: int
@@ -276,18 +273,20 @@ class _Decoding:
         self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
         self.engine.begin(sampling, self.seed)
         try:
-            first = [sampler.row(self.step, slot) for slot in slots]
-            first.sort(key=lambda row: len(row.prompt) + row.tokens)
-            if self.player:
-                self.player.keep({row.row for row in first})
+            first = sorted(
+                (sampler.row(self.step, slot) for slot in slots),
+                key=lambda row: len(row.prompt) + row.tokens,
+            )
+            if sampler.player:
+                sampler.player.keep({row.row for row in first})
             self._start(first)
             while self.asked or self.waiting:
                 idle = not self.asked
-                pieces = [] if idle else self.engine.poll()
-                stopped = [row for piece in pieces for row in self._take(piece)]
-                if self.waiting and self.player:
-                    replies = self.player.poll(self.waiting, TICK if idle else 0)
-                    stopped += [row for reply in replies for row in self._answer(reply)]
+                polled = [] if idle else self.engine.poll()
+                stopped = [row for piece in polled for row in self._take(piece)]
+                if self.waiting and sampler.player:
+                    for reply in sampler.player.poll(self.waiting, TICK if idle else 0):
+                        stopped += self._answer(reply)
                 yield stopped
         finally:
             self.engine.abort()
@@ -298,32 +297,39 @@ class _Decoding:
 
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
-        seed = row_seed(self.seed, row.row, ENV_NOISE)
-        if self.player and self.player.ask(row, self.sampler.prompt(row.row), seed):
+        player = self.sampler.player
+        if player and player.ask(
+            row, self.sampler.prompt(row.row), row_seed(self.seed, row.row, ENV_NOISE)
+        ):
             self.waiting[row.row] = row
         return row.row in self.waiting
 
     def _ask(self, row: Episode) -> Ask:
         self.asked[row.row] = row
         tokens = min(self.sampler.left(row), self._budget(row))
-        free = self.sampler.length(row.row) is None
-        return Ask(row.row, [*row.prompt, *row.response], row.tokens, tokens, free)
+        return Ask(
+            row.row,
+            [*row.prompt, *row.response],
+            row.tokens,
+            tokens,
+            free=self.sampler.length(row.row) is None,
+        )
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
         """Appends what was sampled. Yields the row if it stops."""
         row = self.asked.pop(piece.row)
         self.budgets[row.row % self.sampler.slots] -= len(piece.tokens)
-        ids = array(IDS, piece.tokens)
-        sampled = Segment(ids, array(LOGPROBS, piece.logprobs), self.step)
+        sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
         row = replace(row, segments=(*row.segments, sampled))
         # the engine knows how many tokens it was asked for, and not why
         if piece.end == "limit" and self.sampler.left(row):
             yield row
-        elif not self.player or piece.end == "limit":
+        elif not self.sampler.player or piece.end == "limit":
             yield self._stop(replace(row, end=piece.end))
         else:
-            ended = Segment(array(IDS), None, self.step)
-            self._waits(replace(row, segments=(*row.segments, ended)))
+            self._waits(
+                replace(row, segments=(*row.segments, Segment(array(IDS), None, self.step)))
+            )
             if not self._budget(row):  # it is answered while the others train
                 yield self.waiting.pop(row.row)
 
@@ -352,8 +358,8 @@ class _Decoding:
 
     def _stop(self, row: Episode) -> Episode:
         """Has the slot's next row follow one that has ended."""
-        if self.player:
-            self.player.end(row.row)
+        if self.sampler.player:
+            self.sampler.player.end(row.row)
         if self.sampler.window and self._budget(row):
             self._start([self.sampler.fresh(row.row + self.sampler.slots)])
         return row

@@ -32,7 +32,7 @@ from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.rollout import Rollout
 from splitppo.run.life import Run
 from splitppo.run.main import run_rank
-from splitppo.workers.loading import IMPORTED
+from splitppo.workers import IMPORTED
 
 
 def actor_loop(run: Run, actor: Actor, links: Links) -> None:

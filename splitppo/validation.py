@@ -63,8 +63,7 @@ class Validator:
             if finished:
                 said = [self.context.to_score(prompts[row.row // n], row) for row in finished]
                 # the scorer works while the engine generates
-                texts = [text for _, text, _ in said]
-                batches.append((finished, texts, self.scorer.submit(said)))
+                batches.append((finished, [text for _, text, _ in said], self.scorer.submit(said)))
         found = []
         written = []
         failures = []

@@ -26,6 +26,7 @@ from splitppo.config import (
     RewardConfig,
     RolloutConfig,
 )
+from splitppo.context import Context
 from splitppo.critic import Critic, ScoredRows
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
@@ -273,14 +274,9 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
         log=LogConfig(samples=2),
     )
     prompt = Prompt("", [], "", "", {})
-    context = SimpleNamespace(
-        config=config,
-        configs=(config,),
-        prompt=lambda row: prompt,
-        decode=lambda ids: "".join(f"{i} " for i in ids),
-    )
+    context = Context(config, lambda row: prompt, (), lambda ids: "".join(f"{i} " for i in ids), 10)
     critic = Critic(
-        cast(Any, context),
+        context,
         group,
         cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]),
         cast(Any, None),

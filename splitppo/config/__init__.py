@@ -205,8 +205,9 @@ class Config:
     @property
     def environment(self) -> EnvConfig:
         """`env`, with the environment of the embedded task."""
-        embedded = self.data.task == "guess" and not (self.data.files or self.env.tools)
-        return replace(self.env, path=self.env.path or "guess") if embedded else self.env
+        if self.data.task != "guess" or self.data.files or self.env.tools:
+            return self.env
+        return replace(self.env, path=self.env.path or "guess")
 
     @property
     def has_env(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config
+from splitppo.config.env_rules import of_environments
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
@@ -18,12 +19,11 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
         engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
-         log.validate_samples nodes ppo.epochs
-        ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
-        reference.tensor_parallel reward.tensor_parallel reward.workers rollout.batch_size
-        rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
-        rollout.samples steps value.ensemble value.layers value.pretrain_epochs
-        value.tensor_parallel""",
+        log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches ppo.value_epochs
+        ppo.value_mini_batches reference.tensor_parallel reward.tensor_parallel reward.workers
+        rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
+        rollout.max_prompt_tokens rollout.samples steps value.ensemble value.layers
+        value.pretrain_epochs value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -105,9 +105,9 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    parts = (_of_job, _of_rollout, _of_reward, _of_ppo, _of_critic)
-    for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
-        raise UserError(message)
+    for part in (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic):
+        for message in (said for is_wrong, said in part(config) if is_wrong):
+            raise UserError(message)
 
 
 def _check_size(name: str, number: Any) -> None:
@@ -196,26 +196,6 @@ def _of_rollout(config: Config) -> Contradictions:
             "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
         ),
         (
-            config.env.path and config.env.tools,
-            f"env.path={config.env.path} with env.tools: an environment runs its own tools; "
-            "unset one",
-        ),
-        (
-            config.env.format_reward and not config.env.tools,
-            f"env.format_reward={config.env.format_reward:g} rewards calls of env.tools, and there "
-            "are none; name some",
-        ),
-        (
-            rollout.max_context and not config.has_env,
-            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
-            "answer; set rollout.max_new_tokens",
-        ),
-        (
-            rollout.lengths and config.has_env,
-            "rollout.lengths fixes the length of responses, and an environment (env.path, "
-            "env.tools, data.task=guess) ends them; unset one",
-        ),
-        (
             window and rollout.stop,
             f"rollout.window={window} with rollout.stop: no engine finds a string across two "
             "windows; unset one",
@@ -238,8 +218,6 @@ def _of_reward(config: Config) -> Contradictions:
     reward = config.reward
     rollout = config.rollout
     functions = config.reward.function
-    every = config.log.validate_every
-    limit = rollout.max_new_tokens
     return [
         (
             functions == ("none",) and reward.model is None and not config.has_env,
@@ -247,10 +225,12 @@ def _of_reward(config: Config) -> Contradictions:
             "rows",
         ),
         (
-            functions == ("none",) and every and not reward.validation and not config.has_env,
-            f"log.validate_every={every}: functions score held-out rows, and reward.function is "
-            "none; "
-            "name one in --reward.validation",
+            functions == ("none",)
+            and config.log.validate_every
+            and not reward.validation
+            and not config.has_env,
+            f"log.validate_every={config.log.validate_every}: functions score held-out rows, and "
+            "reward.function is none; name one in --reward.validation",
         ),
         (
             functions != ("none",) and ("none" in functions or not functions),
@@ -272,9 +252,9 @@ def _of_reward(config: Config) -> Contradictions:
             "a step's only row would score 0; use running",
         ),
         (
-            reward.overlong_tokens >= limit,
+            reward.overlong_tokens >= rollout.max_new_tokens,
             f"reward.overlong_tokens={reward.overlong_tokens} must be below "
-            f"rollout.max_new_tokens={limit}; lower it",
+            f"rollout.max_new_tokens={rollout.max_new_tokens}; lower it",
         ),
     ]
 
@@ -283,7 +263,6 @@ def _of_ppo(config: Config) -> Contradictions:
     ppo = config.ppo
     rollout = config.rollout
     steps = config.ppo.mini_batches
-    rows = rollout.batch_size
     count = ppo.value_mini_batches or steps
     return [
         (
@@ -292,9 +271,9 @@ def _of_ppo(config: Config) -> Contradictions:
             "of it",
         ),
         (
-            rows % count,
-            f"rollout.batch_size={rows} does not cut into ppo.value_mini_batches={count}; "
-            f"{_use(rows, count)}",
+            rollout.batch_size % count,
+            f"rollout.batch_size={rollout.batch_size} does not cut into "
+            f"ppo.value_mini_batches={count}; {_use(rollout.batch_size, count)}",
         ),
         (
             config.old_logprobs == "engine" and ppo.importance != "off",

@@ -243,8 +243,7 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
     task = config.task
     digits = config.digits
     operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-    counts = {"echo": len(_ECHO_TEXTS), "addition": len(operands) ** 2, "guess": _MAX_ROWS}
-    count = counts[task]
+    count = {"echo": len(_ECHO_TEXTS), "addition": len(operands) ** 2, "guess": _MAX_ROWS}[task]
     shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
     cut = len(shuffled) // _HELD_OUT
     for index in shuffled[:cut] if held_out else shuffled[cut:]:

@@ -19,6 +19,8 @@ from typing import Any
 
 from splitppo.errors import one_line
 
+ROLES = ("tool", "user", "system")  # in which an environment answers
+
 
 @dataclass(frozen=True)
 class Call:
@@ -78,12 +80,11 @@ def read_messages(messages: Any) -> list[Message]:
     none. Raises TypeError if they are no messages."""
     given = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
     found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
-    for message in found:
-        text = isinstance(message, Message) and isinstance(message.content, str)
-        if not text or message.role not in ("user", "tool", "system"):
+    for m in found:
+        if not (isinstance(m, Message) and isinstance(m.content, str) and m.role in ROLES):
             raise TypeError(
-                f"{one_line(repr(message))[:120]} is no message of an environment; "
-                "return a list of splitppo.envs.Message with role user, tool or system and a text"
+                f"{one_line(repr(m))[:120]} is no message of an environment; return a list of "
+                f"splitppo.envs.Message with role user, tool or system and a text"
             )
     # as plain values: the trainer can't read those of the user's classes
     return [Message(m.role, str(m.content), (), str(m.name), str(m.call_id)) for m in found]
@@ -96,10 +97,13 @@ def read_turn(result: Any) -> Turn:
         raise TypeError(
             f"step returned {one_line(repr(result))[:120]}; return splitppo.envs.Turn(...)"
         )
-    numbers = {"reward": result.reward, **result.metrics}
-    found = {str(name): float(number) for name, number in numbers.items()}
+    found = {
+        str(name): float(number)
+        for name, number in {"reward": result.reward, **result.metrics}.items()
+    }
     if bad := [name for name, number in found.items() if not math.isfinite(number)]:
         raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
-    messages = read_messages(result.messages)
-    reward = found.pop("reward")
-    return Turn(messages, reward, bool(result.done), bool(result.truncated), found)
+    return Turn(
+        read_messages(result.messages), found.pop("reward"), bool(result.done),
+        bool(result.truncated), found,
+    )  # fmt: skip

@@ -1,8 +1,7 @@
 """Runs a Python program that sees its own empty folder and the interpreter, and nothing else of the
 machine. Started by python.py as a script: it imports nothing of this package.
 
-    python -I -S jail.py JSON < PROGRAM      (JSON: network, memory, seconds, processes, folder,
-                                              readable, path)
+    python -I -S jail.py JSON < PROGRAM      (JSON: arguments of `main`)
 
 Three processes, by namespaces that an ordinary user may make. The first waits for the second, so
 that one kill ends them all. The second is process 1 of its namespace: when it ends, the kernel
@@ -29,7 +28,6 @@ OTHERS = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000
 BARE = 2 | 4
 BIND = 0x1000 | 0x4000
 ROOT = "/sys"  # where the new root folder is put together: a folder that every machine has
-DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,7 +53,7 @@ def new_root(readable: list[str], folder: int) -> None:
     """Makes a root folder that holds what is `readable`, and /tmp for `folder` bytes, and leaves
     the old one."""
     call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
-    for path in readable + DEVICES:
+    for path in (*readable, "/dev/null", "/dev/zero", "/dev/urandom"):
         inside = Path(ROOT + path)
         inside.parent.mkdir(parents=True, exist_ok=True)
         make = Path.mkdir if os.path.isdir(path) else Path.touch
@@ -73,10 +71,11 @@ def new_root(readable: list[str], folder: int) -> None:
 
 
 def main(
-    program: bytes, *, network: bool, memory: int, seconds: int, processes: int, folder: int,
-    readable: list[str], path: str,
+    program: bytes, *, network: bool, seconds: int, readable: list[str], path: str,
+    memory: int = 512 << 20, processes: int = 64, folder: int = 64 << 20,
 ) -> NoReturn:  # fmt: skip
-    """Goes into the jail and becomes the program."""
+    """Goes into the jail and becomes the program. `memory`: bytes that each of its `processes` (and
+    threads) may map; `folder`: bytes in /tmp; `path`: of Python's packages."""
     # process 1 of a namespace gets no signal of the others there that it does not handle
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.alarm(seconds)  # ends this process, and so all
@@ -102,14 +101,11 @@ def main(
     # a second user namespace, in which no user can be changed to (root's processes are not counted)
     # and nothing mounted
     call("unshare", NEWUSER)
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_NPROC: processes,
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_CORE: 0,
-    }
-    for limit, value in limits.items():
+    for limit, value in (
+        (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
         resource.setrlimit(limit, (value, value))
     # libraries that start a thread for each core would come to the limit
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

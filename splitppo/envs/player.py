@@ -16,53 +16,50 @@ from typing import Any, NamedTuple
 from splitppo.config import Config
 from splitppo.envs import Message, Turn
 from splitppo.envs.pool import EnvPool
-from splitppo.envs.tools import CallReader, call_reader, instructions, load_tools, tool_schemas
+from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
 from splitppo.workers import FAILING_STEPS, Failure, say_failures
 
 
-def language_of(config: Config, tokenizer: Any) -> tuple[Turns, CallReader] | tuple[None, None]:
-    """What makes tokens of an environment's messages, and a message of the policy's tokens; None
+def turns_of(config: Config, tokenizer: Any) -> Turns | None:
+    """What makes tokens of an environment's messages, and messages of the policy's tokens; None
     without environments. Raises UserError if the tools or the chat template can't be used."""
     env = config.env
     if not config.has_env:
-        return None, None
-    schemas = tool_schemas(load_tools(env.tools, network=env.network))
-    turns = Turns(
+        return None
+    return Turns(
         tokenizer,
-        tools=schemas,
-        instructions=instructions(schemas, env.call_format),
+        tools=tool_schemas(load_tools(env.tools, network=env.network)),
+        call_format=env.call_format,
         arguments=json.loads(config.data.chat_kwargs),
     )
-    return turns, call_reader(tokenizer, schemas, env.call_format)
 
 
-def rehearse(config: Config, prompt: Prompt) -> str | None:
-    """Makes a prompt's environment and takes a step with an empty message. Returns how the step
-    failed, if it did. Raises UserError if the environment can't be made."""
+def rehearse(config: Config, prompt: Prompt) -> list[str]:
+    """Makes a prompt's environment, if there is one, and takes a step with an empty message.
+    Returns how the step failed, if it did. Raises UserError if the environment can't be made."""
+    if not config.has_env:
+        return []
     with closing(EnvPool(config.environment, 1)) as pool:
-        row = _columns(prompt)
         began, said = (
-            pool.play(0, row, config.seed, messages).result()
+            pool.play(0, _columns(prompt), config.seed, messages).result()
             for messages in ([], [Message("assistant", "")])
         )
     if isinstance(began, Failure):
-        raise UserError(f"the environment {began.function} does not begin: {began.text}")
-    if isinstance(said, Failure):
-        return f"the environment {said.function} fails on an empty message: {said.text}"
-    return None
+        raise UserError(f"the environment {pool.name} does not begin: {began.text}")
+    fails = f"the environment {pool.name} fails on an empty message: "
+    return [fails + said.text] if isinstance(said, Failure) else []
 
 
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers. None without environments."""
-    turns, read = language_of(config, tokenizer)
-    if not turns or not read:
+    if not (turns := turns_of(config, tokenizer)):
         return None, None
     pool = EnvPool(config.environment, config.reward.workers)
-    return [Player(pool, turns, read, config) for _ in range(2)]
+    return [Player(pool, turns, config) for _ in range(2)]
 
 
 class Reply(NamedTuple):
@@ -110,13 +107,12 @@ class Player:
         figures: of the turns that were answered, by name; `turns` is 1 for each.
     """
 
-    def __init__(self, pool: EnvPool, turns: Turns, read: CallReader, config: Config):
+    def __init__(self, pool: EnvPool, turns: Turns, config: Config):
         self.failures: list[tuple[int, Failure]] = []
         self.figures = defaultdict[str, list[float]](list)
         self.failing = 0  # steps, to the last, in which no environment has answered
         self.pool = pool
         self._turns = turns
-        self._read = read
         self._config = config
         self._rows: dict[int, _Row] = {}
         self._seconds: list[float] = []  # that each answer took
@@ -124,15 +120,14 @@ class Player:
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         """Has the row's environment hear the turns that have ended, unless it has; it begins if it
         is not here. Returns whether the row waits for a reply."""
-        new = row.row not in self._rows
+        ended = row.turns if row.awaits else row.turns[:-1]
+        if row.row in self._rows and len(self._rows[row.row].said) == len(ended):
+            return row.awaits
         one = self._rows.setdefault(row.row, _Row())
         before = [*row.prompt]
-        ended = row.turns if row.awaits else row.turns[:-1]
-        if not new and len(one.said) == len(ended):
-            return row.awaits
         for number, (said, heard) in enumerate(ended):
             if number == len(one.said):
-                one.said.append(self._read(before, said))
+                one.said.append(self._turns.spoken(before, said))
             before += [*said, *heard]
         if not one.broken:
             started = time.monotonic()
@@ -174,8 +169,8 @@ class Player:
         """What the environments have done since the last call, over all ranks of a `Group`, which
         call it. The first rank prints failures. Raises UserError if none has given an answer for
         some steps."""
-        parts = group.all_gather(group.gather_set(self.take()))
-        sums, failures = zip(*(part for ranks in parts for part in ranks), strict=True)
+        sets = group.all_gather(group.gather_set(self.take()))
+        sums, failures = zip(*(part for ranks in sets for part in ranks), strict=True)
         waited = max(own.pop("waited", 0.0) for own in sums)
         total = Counter[str]()
         for own in sums:
@@ -186,8 +181,9 @@ class Player:
             say_failures("[actor]  ", failed, "environments")
         self.failing = self.failing + 1 if failed and not turns else 0
         if self.failing == FAILING_STEPS:
-            cause = failed[0][1].text
-            raise UserError(f"no environment answered in {FAILING_STEPS} steps: {cause}; fix it")
+            raise UserError(
+                f"no environment answered in {FAILING_STEPS} steps: {failed[0][1].text}; fix it"
+            )
         return {
             "env/turns": turns,
             "env/failures": len(failed),
@@ -216,14 +212,12 @@ class Player:
         """Why a row can't go on from a prompt and the answers to its turns; "": it can."""
         if not 0 < len(ids) < (self._config.rollout.max_context or math.inf):
             return f"its prompt has {len(ids)} tokens; use 1 to rollout.max_context - 1"
+        again = "played again, it {}; let it follow from row, seed and messages"
         if row.segments and ids != row.prompt:
-            return "played again, it began with another prompt; let it follow from row and seed"
+            return again.format("began otherwise")
         for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns[:-1], strict=False)):
             if turn.done or self._observe(turn, said) != answered:
-                return (
-                    f"played again, it answered turn {number + 1} otherwise; "
-                    "let it follow from row, seed and messages"
-                )
+                return again.format(f"answered turn {number + 1} otherwise")
         return ""
 
     def _answer(self, row: Episode, heard: list[Any] | Failure) -> Reply:
@@ -234,18 +228,19 @@ class Player:
         turn: Turn = heard[-1]
         for name, number in {"turns": 1, **turn.metrics}.items():
             self.figures[name].append(number)
-        end: End | None = None
+        full = turn.truncated or len(row.turns) == self._config.env.max_turns
+        end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:
             end = "environment"
-        elif turn.truncated or len(row.turns) == self._config.env.max_turns:
-            end = "limit"
         ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
         # the reward as a message holds it
         return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
 
     def _observe(self, turn: Turn, said: array) -> array:
-        limit = self._config.env.max_observation_tokens
-        return array(IDS, self._turns.observation(turn.messages, said, limit))
+        return array(
+            IDS,
+            self._turns.observation(turn.messages, said, self._config.env.max_observation_tokens),
+        )
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
 from splitppo.envs.tools import ToolEnv, load_tools
 from splitppo.errors import UserError, one_line
-from splitppo.workers import Failure, Work
-from splitppo.workers.loading import awaited, find_in_file, is_async
+from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
 BUILT_IN = {"guess": Guess}  # that `env.path` may name
@@ -28,10 +27,13 @@ def load(env: EnvConfig) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
     no such class or tool, its import fails, or it lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
-        asynchronous = any(map(is_async, tools.values()))
-        return lambda row, seed: ToolEnv(tools, env.format_reward), asynchronous
-    known = f"environment; use {', '.join(BUILT_IN)}"
-    found = BUILT_IN.get(env.path) or find_in_file(env.path, "env.path", "environment", known)
+        return (
+            lambda row, seed: ToolEnv(tools, env.format_reward),
+            any(map(is_async, tools.values())),
+        )
+    found = BUILT_IN.get(env.path) or find_in_file(
+        env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
+    )
     for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
         try:
             inspect.signature(getattr(found, method)).bind(*range(arguments))
@@ -60,11 +62,14 @@ class EnvPool(Pool):
     """
 
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
-        _, asynchronous = load(env)
         named = (env.path,) if env.path else env.tools
-        names = f"the environment's {', '.join(named)}"
-        work = Work(f"{__name__}:Envs", (env,), "env", names, env.timeout, asynchronous, memory)
-        super().__init__(work, workers)
+        super().__init__(
+            Work(
+                partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
+                load(env)[1], memory,
+            ),
+            workers,
+        )  # fmt: skip
         self.name = ", ".join(name.rpartition(":")[2] for name in named)
         self._held: dict[int, Worker] = {}
 
@@ -142,7 +147,8 @@ class Envs:
         if key not in self.held:
             return None, lambda _: None
         env = self.held.pop(key) if method == "close" else self.held[key]
-        return getattr(env, method)(*given), partial(_read, method)
+        # tools have a step alone
+        return getattr(env, method, lambda: None)(*given), partial(_read, method)
 
     def _close(self) -> None:
         for env in self.held.values():

@@ -15,9 +15,6 @@ from splitppo.envs.jail import REFUSED
 from splitppo.errors import UserError, one_line
 
 SECONDS = 10
-MEMORY = 512 << 20  # bytes that each process of a program may map
-PROCESSES = 64  # and threads
-FOLDER = 64 << 20  # bytes in the program's folder
 OUTPUT = 8192  # bytes that are kept of what a program prints
 _JAIL = str(Path(__file__).with_name("jail.py"))
 
@@ -53,10 +50,11 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
     end well. Raises RuntimeError if the kernel allows no jail."""
-    limits = {"memory": MEMORY, "seconds": seconds, "processes": PROCESSES, "folder": FOLDER}
-    given = {**limits, "network": network, **_interpreter(network)}
     with subprocess.Popen(
-        [os.path.realpath(sys.executable), "-I", "-S", _JAIL, json.dumps(given)],
+        [
+            os.path.realpath(sys.executable), "-I", "-S", _JAIL,
+            json.dumps({"network": network, "seconds": seconds, **_interpreter(network)}),
+        ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
         start_new_session=True,
     ) as process:  # fmt: skip
@@ -70,11 +68,9 @@ def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> 
     text = printed[:OUTPUT].decode(errors="replace")
     if process.returncode == REFUSED:
         raise RuntimeError(one_line(text))
-    ends = {
-        0: "",
-        -signal.SIGKILL: f"\n[stopped: it printed more than {OUTPUT} bytes]",
-        -signal.SIGALRM: f"\n[stopped after {seconds} s]",
-    }
+    if len(printed) > OUTPUT:
+        return f"{text}\n[stopped: it printed more than {OUTPUT} bytes]"
+    ends = {0: "", -signal.SIGALRM: f"\n[stopped after {seconds} s]"}
     return text + ends.get(process.returncode, f"\n[exit status {process.returncode}]")
 
 
@@ -91,5 +87,7 @@ def _interpreter(network: bool) -> dict[str, list[str] | str]:
         *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
     ]  # fmt: skip
     found = {Path(path) for path in wanted if os.path.exists(path)}
-    outer = [str(path) for path in sorted(found) if found.isdisjoint(path.parents)]
-    return {"readable": outer, "path": os.pathsep.join(dict.fromkeys(packages))}
+    return {
+        "readable": [str(path) for path in sorted(found) if found.isdisjoint(path.parents)],
+        "path": os.pathsep.join(dict.fromkeys(packages)),
+    }

@@ -6,19 +6,21 @@ The rank has the tokenizer, so it makes the schemas and reads the calls in what 
 (`call_reader`). The worker has the functions, so it checks the arguments and runs them (`ToolEnv`).
 """
 
+import ast
 import asyncio
 import inspect
 import json
+import math
+import operator
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitppo.envs import Call, Message, Turn
-from splitppo.envs.calculator import calculator
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
-from splitppo.workers.loading import awaited, find_in_file, is_async
+from splitppo.workers import awaited, find_in_file, is_async
 
 Tool = Callable[..., Any]
 # reads a turn: the ids of the row so far, and those that were sampled then
@@ -33,6 +35,20 @@ FORMATS = {
     ),
     "mistral": ("[TOOL_CALLS]", r"\[TOOL_CALLS\](.*)"),
 }
+LONGEST = 1000  # characters of an expression for the calculator
+BITS = 4096  # of its largest number
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
 def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool]:
@@ -40,11 +56,13 @@ def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool
     Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
     apart from the machine here."""
     built_in = {"calculator": lambda: calculator, "python": lambda: python_tool(network=network)}
-    known = f"tool; use {', '.join(built_in)}"
     found: dict[str, Tool] = {}
     for named in names:
-        make = built_in.get(named)
-        tool = make() if make else find_in_file(named, "env.tools", "tool", known)
+        tool = (
+            built_in[named]()
+            if named in built_in
+            else find_in_file(named, "env.tools", "tool", f"tool; use {', '.join(built_in)}")
+        )
         if tool.__name__ in found:
             raise UserError(
                 f"env.tools={named}: another tool is called {tool.__name__}, too; rename one"
@@ -73,8 +91,9 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 def instructions(schemas: Sequence[Mapping[str, Any]], call_format: str = "auto") -> str:
     """What tells a model about the tools whose chat template does not read `tools`. How to write a
     call of another format is the user's to say (`data.system`)."""
-    functions = "\n".join(json.dumps(schema["function"]) for schema in schemas)
-    text = f"You may call these functions:\n{functions}"
+    text = "\n".join(
+        ["You may call these functions:", *(json.dumps(schema["function"]) for schema in schemas)]
+    )
     if call_format not in ("auto", "hermes"):
         return text
     return (
@@ -90,9 +109,8 @@ def call_reader(
 
     With a tokenizer that has a response template, `tokenizer.parse_response` reads it; else
     `call_format` does: a name of `FORMATS`, a regular expression whose first group is the JSON of a
-    call, or whose groups `name` and `arguments` are its parts; `auto` is the format that the chat
-    template names, else the first. A regular expression goes before the response template. Raises
-    UserError if it is none.
+    call; `auto` is the format that the chat template names, else the first. A regular expression
+    goes before the response template. Raises UserError if it is none.
     """
     marked = (name for name, (mark, _) in FORMATS.items() if mark in str(tokenizer.chat_template))
     chosen = next(marked, "hermes") if call_format == "auto" else call_format
@@ -110,38 +128,38 @@ def call_reader(
         )
 
     def read(before: Sequence[int], sampled: Sequence[int]) -> Message:
-        text = tokenizer.decode(sampled, skip_special_tokens=False)
         shown = tokenizer.decode(sampled, skip_special_tokens=True)
         if not by_template:
-            calls = [call for match in pattern.finditer(text) for call in _calls(match)]
+            matches = pattern.finditer(tokenizer.decode(sampled, skip_special_tokens=False))
+            found = (next(filter(None, match.groups()), "") for match in matches)
+            calls = (call for written in found for call in _calls(written.strip()))
             return Message("assistant", shown, tuple(calls))
         try:
             parsed = tokenizer.parse_response(list(sampled), prefix=list(before), tools=schemas)
         except ValueError as error:
             return Message("assistant", shown, (Call("", error=one_line(str(error))[:200]),))
-        calls = map(_call, parsed.get("tool_calls") or ())
-        return Message("assistant", str(parsed.get("content") or ""), tuple(calls))
+        return Message(
+            "assistant",
+            str(parsed.get("content") or ""),
+            tuple(map(_call, parsed.get("tool_calls") or ())),
+        )
 
     return read
 
 
-def _calls(match: re.Match[str]) -> Iterator[Call]:
-    """The calls in a match of a format."""
-    named = match.groupdict()
-    if "name" in named:
-        yield _call({"name": named["name"], "arguments": named.get("arguments") or "{}"})
-        return
-    text = "".join(group or "" for group in match.groups()).strip()
-    try:
-        while True:
+def _calls(text: str) -> list[Call]:
+    """The calls in a text that begins with their JSON: one call or a list."""
+    found: list[Call] = []
+    while True:
+        try:
             value, end = json.JSONDecoder().raw_decode(text)
-            yield from map(_call, value if isinstance(value, list) else [value])
-            # what follows may be more calls (Llama's semicolon), or the end of the turn
-            text = text[end:].lstrip("; \n")
-            if not text.startswith(("{", "[")):
-                return
-    except (ValueError, RecursionError) as error:
-        yield Call("", error=f"the call is no JSON: {error}")
+        except (ValueError, RecursionError) as error:
+            return [*found, Call("", error=f"the call is no JSON: {error}")]
+        found += map(_call, value if isinstance(value, list) else [value])
+        # what follows may be more calls (Llama's semicolon), or the end of the turn
+        text = text[end:].lstrip("; \n")
+        if not text.startswith(("{", "[")):
+            return found
 
 
 def _call(value: Any) -> Call:
@@ -170,22 +188,24 @@ class ToolEnv:
         # then a process runs many rows at a time, and plain functions beside the event loop
         self.asynchronous = any(map(is_async, tools.values()))
 
-    def reset(self) -> None:
-        """The prompt is the row's own."""
-
     async def step(self, message: Message) -> Turn:
         if not message.tool_calls:
             return Turn(done=True)
         answers = [await self._run(call) for call in message.tool_calls]
-        parsed = not any(call.error for call in message.tool_calls)
-        reward = self.format_reward if parsed else 0.0
+        reward = 0.0 if any(call.error for call in message.tool_calls) else self.format_reward
         self.format_reward -= reward
         messages = [
             Message("tool", text, name=call.name, call_id=call.id)
             for call, (text, _) in zip(message.tool_calls, answers, strict=True)
         ]
-        errors = sum(failed for _, failed in answers)
-        return Turn(messages, reward, metrics={"tool_calls": len(answers), "tool_errors": errors})
+        return Turn(
+            messages,
+            reward,
+            metrics={
+                "tool_calls": len(answers),
+                "tool_errors": sum(failed for _, failed in answers),
+            },
+        )
 
     async def _run(self, call: Call) -> tuple[str, bool]:
         """The answer to a call, and whether it is an error."""
@@ -194,8 +214,9 @@ class ToolEnv:
         tool = self.tools[call.name]
         beside = self.asynchronous and not is_async(tool)
         try:
-            given = asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
-            result = await awaited(given)
+            result = await awaited(
+                asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
+            )
         except Exception as error:  # of the user's function, by what the policy gave it
             return f"error: {type(error).__name__}: {one_line(str(error))[:300]}", True
         return result if isinstance(result, str) else json.dumps(result, default=str), False
@@ -209,14 +230,50 @@ class ToolEnv:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:
             return f"{call.name}{inspect.signature(tool)}: {error}"
-        hints = typing.get_type_hints(tool)
         for name, value in call.arguments.items():
-            kind = hints.get(name)
+            kind = typing.get_type_hints(tool).get(name)
             # what JSON may hold for a float; to Python, true is an integer
             fits = type(value) is kind or (kind is float and type(value) is int)
             if kind in (int, float, str, bool, list, dict) and not fits:
                 return f"{call.name}: {name} must be {kind.__name__}, not {json.dumps(value)[:80]}"
         return ""
 
-    def close(self) -> None:
-        """There is nothing to free."""
+
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression.
+
+    Args:
+        expression: numbers, brackets and the operators + - * / // % **, for example "(3 + 4) * 5".
+
+    Returns:
+        The result.
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has more than {LONGEST} characters")
+    try:
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    value = _value(tree.body)
+    # a quotient without a remainder as people write it
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value = number
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            first = _value(left)
+            second = _value(right)
+            # before the power is worked out
+            if isinstance(op, ast.Pow) and math.log2(abs(first) + 1) * abs(second) > BITS:
+                raise ValueError(f"the power has more than {BITS} bits")
+            value = _OPERATORS[type(op)](first, second)
+        case _:
+            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; use + - * / // % **")
+    if isinstance(value, complex) or abs(value) >= 1 << BITS:
+        raise ValueError("the result is no real number, or too large")
+    return value

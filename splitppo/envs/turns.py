@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from splitppo.envs import Message
+from splitppo.envs import ROLES, Message
+from splitppo.envs.tools import call_reader, instructions
 from splitppo.errors import UserError, one_line
 
 SPOKEN = "sampled-by-the-policy"  # the placeholder
@@ -28,11 +29,13 @@ class Turns:
 
     Args:
         tools: schemas for the template's `tools`.
-        instructions: for a template that does not read `tools`: text about them, which goes to the
-            system message.
+        call_format: as for `call_reader`.
         arguments: `data.chat_kwargs`.
 
     Attributes:
+        spoken: reads what the policy said, and its calls.
+        instructions: for a template that does not read `tools`: text about them, which goes to the
+            system message.
         notes: lines for the user about what this template needed.
     """
 
@@ -40,12 +43,13 @@ class Turns:
         self,
         tokenizer: Any,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        instructions: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+        call_format: str = "auto",
         arguments: Mapping[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
+        self.spoken = call_reader(tokenizer, tools, call_format)
         self.instructions = ""
         self.notes: list[str] = []
         if tools and not tokenizer.chat_template:
@@ -56,13 +60,12 @@ class Turns:
         if tools and self._render([ASKED], tools=list(tools)) != self._render([ASKED]):
             self.arguments["tools"] = list(tools)
         elif tools:
-            self.instructions = instructions
+            self.instructions = instructions(tools, call_format)
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
         self._takes_system = self._shows([], "system", [ASKED])
-        roles = ("tool", "user", "system")
-        self._roles = [role for role in roles if self._shows([ASKED, SAID], role, [])]
+        self._roles = [role for role in ROLES if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         said = self._render([ASKED, SAID], add_generation_prompt=False)
@@ -82,8 +85,7 @@ class Turns:
         plain = not self.tokenizer.chat_template
         ids = self.tokenizer(self.render(messages), add_special_tokens=plain)["input_ids"]
         # some tokenizers end each text, and a policy has nothing to say behind the end
-        ended = plain and ids[-1:] == [self.tokenizer.eos_token_id]
-        return list(ids[:-1] if ended else ids)
+        return list(ids[:-1] if plain and ids[-1:] == [self.tokenizer.eos_token_id] else ids)
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
@@ -100,7 +102,9 @@ class Turns:
                 else message
                 for message in messages
             ]
-            return self._between(short, sampled)
+            ids = self._ids(self._tail(short))
+            ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
+            return ids[len(self._end) :] if ended else ids
 
         longest = max((len(message.content) for message in messages), default=0)
         ids = shortened(longest)
@@ -117,17 +121,19 @@ class Turns:
         for role in self._roles:
             one = Message(role, SPOKEN, name="tool")
             head, _, foot = self._tail([one]).partition(SPOKEN)
-            _, found, rest = text.partition(head.removeprefix(self.tokenizer.decode(self._end)))
-            if found and foot and rest.endswith(foot):
+            frame = head.removeprefix(self.tokenizer.decode(self._end))
+            at = text.find(frame)
+            if frame and foot and at >= 0 and text.endswith(foot):
                 two = ""
                 with suppress(UserError):  # no two messages of the role
                     two = self._tail([one, one])
                 between = two.removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
-                content = rest.removesuffix(foot)
+                content = text[at + len(frame) :].removesuffix(foot)
                 texts = content.split(between) if between else [content]
                 return [{"role": role, "content": part} for part in texts]
-        shown = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return [{"role": "user", "content": shown}]
+        return [
+            {"role": "user", "content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
+        ]
 
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
@@ -150,8 +156,7 @@ class Turns:
             whole = self._render(dialogue)
             if whole == kept or rewritten == "keep":
                 continue
-            pairs = enumerate(zip_longest(whole, kept))
-            same = next(i for i, (a, b) in pairs if a != b)
+            same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
             at = first + bisect_right(ends[:-1], same)
             raise UserError(
                 f"env.rewritten=refuse: the chat template rewrites message {at} "
@@ -160,15 +165,9 @@ class Turns:
                 "not, or --env.rewritten keep (the policy then reads what it sampled)"
             )
 
-    def _between(self, messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-        ids = self._ids(self._tail(messages))
-        ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
-        return ids[len(self._end) :] if ended else ids
-
     def _tail(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
-        text = self._render([ASKED, SAID, *self._answers(messages)])
-        _, found, tail = text.partition(SPOKEN)
+        _, found, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
         if not found:
             raise UserError(
                 "the chat template does not show what the assistant said before others answered; "
@@ -185,10 +184,12 @@ class Turns:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         arguments = {"add_generation_prompt": True, **self.arguments, **more}
-        template = None if self.tokenizer.chat_template else PLAIN
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, chat_template=template, **arguments
+                list(messages),
+                tokenize=False,
+                chat_template=None if self.tokenizer.chat_template else PLAIN,
+                **arguments,
             )
         except Exception as error:  # templates raise errors of every kind
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -220,10 +221,11 @@ class Turns:
         if not self.instructions:
             return found
         first = found[0]
-        if self._takes_system and first["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": self.instructions}, *found]
         texts = [first["content"], self.instructions]
-        texts = texts if first["role"] in ("system", "developer") else texts[::-1]
+        if first["role"] not in ("system", "developer"):
+            if self._takes_system:
+                return [{"role": "system", "content": self.instructions}, *found]
+            texts.reverse()
         return [{**first, "content": "\n\n".join(texts)}, *found[1:]]
 
 

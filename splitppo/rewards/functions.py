@@ -17,8 +17,7 @@ from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
-from splitppo.workers import Failure
-from splitppo.workers.loading import find_in_file
+from splitppo.workers import Failure, Handler, find_in_file
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -76,11 +75,12 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         )
     if function in BY_NAME:
         return BY_NAME[function]
-    known = f"rule; use auto, {', '.join(BY_NAME)}"
-    found = find_in_file(function, setting, "reward", known)
-    names = ("data_source", "solution_str", "ground_truth", *asks_for(found))
+    found = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
     try:
-        inspect.signature(found).bind(**dict.fromkeys(names, ""), extra_info={})
+        inspect.signature(found).bind(
+            data_source="", solution_str="", ground_truth="", extra_info={},
+            **dict.fromkeys(asks_for(found), ""),
+        )  # fmt: skip
     except ValueError:  # some callables written in C have no signature
         pass
     except TypeError as error:
@@ -91,16 +91,12 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
     return found
 
 
-class Functions:
+def handler_of(names: Sequence[str]) -> Handler:
     """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
-
-    def __init__(self, names: Sequence[str]):
-        self.functions = {name: find_function(name) for name in names}
-        if "math" in names:
-            importlib.import_module("math_verify")  # a second that must not count for the first row
-
-    def __call__(self, name: str, row: dict[str, Any]) -> tuple[Any, Callable[[Any], Outcome]]:
-        return self.functions[name](**row), read_result
+    functions = {name: find_function(name) for name in names}
+    if "math" in names:
+        importlib.import_module("math_verify")  # a second that must not count for the first row
+    return lambda name, row: (functions[name](**row), read_result)
 
 
 def name_function(function: RewardFunction) -> str:
@@ -122,9 +118,8 @@ def asks_for(function: RewardFunction) -> set[str]:
     """Those of `prompt` and `messages` that are parameters of the function. One that
     functools.partial has filled does not count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
-        parameters = inspect.signature(function).parameters
-        filled = getattr(function, "keywords", {}).keys()
-        return {"prompt", "messages"} & (parameters.keys() - filled)
+        asked = inspect.signature(function).parameters.keys()
+        return {"prompt", "messages"} & asked - getattr(function, "keywords", {}).keys()
     return set()
 
 

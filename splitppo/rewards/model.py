@@ -59,21 +59,21 @@ class RewardText:
 
     def encode(self, prompt: Prompt, episode: Episode) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut."""
+        decode = partial(self.policy.decode, skip_special_tokens=True)
         if self.same:
             ids = episode.ids.tolist()
-            return ids[-self.longest :], len(ids) > self.longest
-        decode = partial(self.policy.decode, skip_special_tokens=True)
-        messages = dialogue(prompt, episode, lambda ids: decode(list(ids)), self.read)
-        if self.chat:
-            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-            return ids[-self.longest :], len(ids) > self.longest
-        between = "\n" if prompt.messages else ""
-        text = between.join(message["content"] for message in messages)
-        ids = self.tokenizer(text)["input_ids"]
-        if len(ids) <= self.longest:
-            return ids, False
-        # the tokenizer cuts, and so keeps the special tokens at both ends
-        return self.tokenizer(text, truncation=True, max_length=self.longest)["input_ids"], True
+        else:
+            messages = dialogue(prompt, episode, lambda ids: decode(list(ids)), self.read)
+            if self.chat:
+                ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            else:
+                text = ("\n" if prompt.messages else "").join(m["content"] for m in messages)
+                ids = self.tokenizer(text)["input_ids"]
+                if len(ids) > self.longest:
+                    # the tokenizer cuts, and so keeps the special tokens at both ends
+                    cut = self.tokenizer(text, truncation=True, max_length=self.longest)
+                    return cut["input_ids"], True
+        return ids[-self.longest :], len(ids) > self.longest
 
 
 class RewardModel(Frozen):
@@ -115,8 +115,11 @@ class RewardModel(Frozen):
             if not math.isfinite(score)
         ]
         scores = torch.where(scores.isfinite(), scores, config.failed_score)
-        figures = {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()}
-        return scores * config.model_weight, figures, failures
+        return (
+            scores * config.model_weight,
+            {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()},
+            failures,
+        )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
         """The scores `[B, 1]`. A decoder's score is read at the last token that is not

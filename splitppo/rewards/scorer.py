@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
-from splitppo.job.collectives import Group
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
@@ -22,11 +22,11 @@ from splitppo.rewards.functions import (
     asks_for,
     display_names,
     find_function,
+    handler_of,
     scored_by,
 )
 from splitppo.rollout import Prompt
-from splitppo.workers import FAILING_STEPS, Failure, Work, say_failures
-from splitppo.workers.loading import is_async
+from splitppo.workers import FAILING_STEPS, Failure, Work, is_async, say_failures
 from splitppo.workers.pool import Pool
 
 FAILING_ROWS = 16  # the run ends when a function fails on every row, and on so many, in these steps
@@ -107,8 +107,8 @@ class Scorer:
         for asynchronous in {is_async(function) for function in found.values()}:
             names = [name for name, own in found.items() if is_async(own) is asynchronous]
             work = Work(
-                "splitppo.rewards.functions:Functions", (names,), "reward",
-                f"the reward {', '.join(names)}", reward.timeout, asynchronous,
+                partial(handler_of, names), "reward", f"the reward {', '.join(names)}",
+                reward.timeout, asynchronous,
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 
@@ -160,14 +160,14 @@ class Scorer:
 
 
 def count_failures(
-    group: Group,
+    group: Any,
     failing: Mapping[str, list[int]],
     rows: int,
     failures: Sequence[tuple[int, Failure]],
     *,
     never: bool,
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """A step's failures over the ranks of a group, all of which call it; the first rank prints
+    """A step's failures over the ranks of a `Group`, all of which call it; the first rank prints
     them. Returns `failing` as it is after the step, and the metrics.
 
     Args:
@@ -194,8 +194,10 @@ def count_failures(
             steps = f"{len(in_steps)} step{'s' * (len(in_steps) > 1)}"
             raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
     kinds = Counter(failure.kind for _, failure in found)
-    metrics = {"critic/reward_failures": float(len(found))}
-    metrics |= {f"critic/reward_failures/{kind}": float(kinds[kind]) for kind in sorted(kinds)}
+    metrics = {
+        "critic/reward_failures": float(len(found)),
+        **{f"critic/reward_failures/{kind}": float(kinds[kind]) for kind in sorted(kinds)},
+    }
     if failed:  # of the function that failed on the most rows
         metrics["critic/reward_failures/share"] = max(failed.values()) / whole
     return failing, metrics

@@ -20,7 +20,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
-from splitppo.envs.player import Player, language_of, players_of
+from splitppo.envs.player import Player, players_of, turns_of
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
@@ -113,7 +113,7 @@ class Builder:
         self.engine_process = engine
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        turns, _ = language_of(self.config, resolved.tokenizer)
+        turns = turns_of(self.config, resolved.tokenizer)
         self.context = Context(
             self.config,
             self.sampler.prompt,

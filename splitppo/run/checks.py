@@ -8,7 +8,7 @@ from splitppo import data
 from splitppo.config import Config
 from splitppo.engine import build
 from splitppo.engine.vllm.plan import kv_bytes_per_token
-from splitppo.envs.player import language_of
+from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
 from splitppo.errors import UserError
 from splitppo.models.tensor import check_plan
@@ -75,7 +75,7 @@ def preflight(resolved: Resolved) -> None:
         resolved.local_world,
         resolved.models["policy"].config,
     )
-    language_of(config, resolved.tokenizer)
+    turns_of(config, resolved.tokenizer)
     if gpu := memory.gpu_memory(resolved):
         memory.check_memory(memory.offloaded(resolved, gpu)[0], gpu)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

@@ -16,7 +16,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
-from splitppo.envs.player import language_of, rehearse
+from splitppo.envs.player import rehearse, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
@@ -150,8 +150,7 @@ def dry_run(config: Config, launch: Launch) -> str:
         check_open_rows(
             build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
         )
-    tried = rehearse(resolved.config, training.prompts[0]) if config.has_env else None
-    warnings = [*checks.warnings(resolved), tried]
+    warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [
@@ -160,7 +159,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
             f"resolved: {resolved.to_json()}",
             *filter(None, [folder.move_aside(config, dry=True), offloaded]),
-            *(f"warning: {warning}" for warning in filter(None, warnings)),
+            *(f"warning: {warning}" for warning in warnings),
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
@@ -176,7 +175,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     template if rows have turns."""
     config = resolved.config
     reward = config.reward
-    turns, _ = language_of(config, resolved.tokenizer)
+    turns = turns_of(config, resolved.tokenizer)
     scored: dict[data.Split, str] = {
         "train": "function",
         "validation": "validation" if reward.validation else "function",
@@ -200,8 +199,11 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
     if turns:
         training.notes.extend(turns.notes)
-        if asked := training.prompts[0].messages:
-            turns.check(asked, "tool" if config.env.tools else "user", config.env.rewritten)
+        turns.check(
+            training.prompts[0].messages or [],
+            "tool" if config.env.tools else "user",
+            config.env.rewritten,
+        )
         context = config.rollout.max_context or resolved.longest
         if longest >= context:
             raise UserError(

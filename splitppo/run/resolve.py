@@ -90,13 +90,12 @@ class Resolved:
         """Most tokens of a row with turns: what all models can read, if they have a limit; else
         what its limits of turns and tokens come to."""
         env = self.config.env
-        texts = [
-            model.config.get_text_config()
+        bound = self.config.rollout.max_row_tokens + env.max_turns * env.max_observation_tokens
+        return min(
+            build.most_positions(model.config.get_text_config())[0] or bound
             for name, model in self.models.items()
             if name != "reward"
-        ]
-        bound = self.config.rollout.max_row_tokens + env.max_turns * env.max_observation_tokens
-        return min(build.most_positions(text)[0] or bound for text in texts)
+        )
 
     @property
     def data(self) -> DataConfig:

@@ -71,7 +71,7 @@ def load(
 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
-    from splitppo.envs.player import language_of, players_of
+    from splitppo.envs.player import players_of, turns_of
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
@@ -91,7 +91,7 @@ def load(
     room = min(filter(None, positions), default=2**31) - most
 
     player, _ = players_of(config, tokenizer)
-    turns, _ = language_of(config, tokenizer)
+    turns = turns_of(config, tokenizer)
     render = turns.render if turns else None
 
     @torch.no_grad()

@@ -1,20 +1,30 @@
 """Worker processes: what a user wrote, reward functions and environments, runs there and not in a
-rank. What fails there is a `Failure` of one row, and nothing of it is left over.
+rank. What fails there is a `Failure` of one row, and nothing of it is left over. And how a user's
+file is imported: the settings name what is in it, `path/to/file.py:name`.
 
 A worker imports this package: no torch, no numpy.
 """
 
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
-from splitppo.errors import say
-from splitppo.workers.loading import describe
+from splitppo.errors import UserError, one_line, say
 
-# Makes what answers a worker's messages, from `Work.arguments`; raises UserError. It is called with
-# each message, and returns the user's result, or an awaitable of it, and a function that checks it.
+# Answers a worker's messages: called with each, it returns the user's result, or an awaitable of
+# it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
 
+# how the names of modules begin that are imported from a user's file
+IMPORTED = "splitppo_reward_"
 FAILING_STEPS = 3  # the run ends when in so many steps in a row nothing has given a result
 
 
@@ -35,15 +45,14 @@ class Work:
     """What a pool's workers do.
 
     Attributes:
-        handler: `module:name` of a class that makes a `Handler`. arguments: its own.
+        make: makes the handler in the worker; raises UserError.
         section: of the settings. names: what the worker imports, for messages.
         timeout: seconds for a message.
         asynchronous: a worker answers many messages at a time; else one after another.
         memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.
     """
 
-    handler: str
-    arguments: tuple[Any, ...]
+    make: Callable[[], Handler]
     section: Literal["reward", "env"]
     names: str
     timeout: float
@@ -54,13 +63,18 @@ class Work:
         """The failure of a call that raised `error`."""
         if not (self.memory and isinstance(error, MemoryError)):
             return Failure("", "error", describe(error))
-        text = f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB"
-        return Failure("", "memory", text, sure=False)
+        return Failure(
+            "",
+            "memory",
+            f"{describe(error)}: its process may have {self.memory / 2**30:g} GiB",
+            sure=False,
+        )
 
     def timed_out(self, why: str = "", *, sure: bool = True) -> Failure:
         """The failure of a call that took too long."""
-        text = f"took longer than {self.section}.timeout={self.timeout:g} s{why}"
-        return Failure("", "timeout", text, sure)
+        return Failure(
+            "", "timeout", f"took longer than {self.section}.timeout={self.timeout:g} s{why}", sure
+        )
 
 
 def say_failures(
@@ -72,8 +86,77 @@ def say_failures(
     for row, failure in failures:
         found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
     if found:
-        texts = (
-            f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
-            for (name, kind), rows in sorted(found.items())
+        say(
+            f"{where}{what} that failed: "
+            + "; ".join(
+                f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
+                for (name, kind), rows in sorted(found.items())
+            )
         )
-        say(f"{where}{what} that failed: {'; '.join(texts)}")
+
+
+def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
+    """What `path/to/file.py:name` names, once the file is imported. `what` the file is and the
+    `known` names that need no file are for messages. Raises UserError if there is no such file or
+    name, or the import fails."""
+    wrong = f"{setting}={named}:"
+    path, _, name = named.rpartition(":")
+    if not path.endswith(".py") or not name:
+        raise UserError(f"{wrong} no such {known} or path/to/file.py:name")
+    file = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
+    if not file.is_file():
+        raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
+    try:
+        module = _import_file(file)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"importing the {what} file {file} failed: {describe(error)}; fix the file"
+        ) from error
+    if not hasattr(module, name):
+        kind = type if what == "environment" else FunctionType
+        defined = (key for key, value in vars(module).items() if isinstance(value, kind))
+        raise UserError(
+            f"{wrong} {path} has no {name} when it is imported; "
+            f"{'classes' if kind is type else 'functions'} there: {', '.join(defined) or 'none'}"
+        )
+    return getattr(module, name)
+
+
+@functools.cache  # imports a file once: its top level may load a model
+def _import_file(file: Path) -> ModuleType:
+    # the file may import modules beside it; last, so that they hide no library
+    sys.path += {str(file.parent)} - {*sys.path}
+    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be
+    # called reward.py
+    name = f"{IMPORTED}{file.stem}_{hash(file)}"
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line, with the last line of a user's file that led to it; if none did, the
+    last line of all."""
+    if isinstance(error, SyntaxError):  # its text names the place
+        return one_line(f"{type(error).__name__}: {error}")[:300]
+    text = one_line("".join(traceback.format_exception_only(error)))[:300]
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
+    frame, line = (own or frames)[-1]
+    return f"{text} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def is_async(function: Any) -> bool:
+    """Whether the function, or the `__call__` of an object, is defined with `async def`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
+
+
+async def awaited(result: Any) -> Any:
+    """The result of a function, awaited if it can be: a decorator or a lambda may hide an async
+    function."""
+    while inspect.isawaitable(result):
+        result = await result
+    return result

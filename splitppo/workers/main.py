@@ -12,7 +12,6 @@ on one machine.
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import os
 import resource
 import signal
@@ -22,8 +21,7 @@ from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import keep
-from splitppo.workers import Handler, Work
-from splitppo.workers.loading import awaited
+from splitppo.workers import Handler, Work, awaited
 
 
 def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -79,11 +77,11 @@ def main() -> int:
         key, sys.path[:], work = connection.recv()
         if work.memory:
             with contextlib.suppress(ValueError):  # the machine's limit is lower
-                hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-                resource.setrlimit(resource.RLIMIT_DATA, (work.memory, hard))
-        module, _, name = work.handler.partition(":")
+                resource.setrlimit(
+                    resource.RLIMIT_DATA, (work.memory, resource.getrlimit(resource.RLIMIT_DATA)[1])
+                )
         try:
-            handler = getattr(importlib.import_module(module), name)(*work.arguments)
+            handler = work.make()
         except UserError as error:
             connection.send((key, str(error)))
             return 1

@@ -99,8 +99,9 @@ class Worker:
         if answer.done():
             return answer.result()
         self.process.send_signal(signal.SIGHUP)
-        sure = getattr(await answer, "sure", True)
-        return self.work.timed_out(BLOCKS if self.work.asynchronous else "", sure=sure)
+        return self.work.timed_out(
+            BLOCKS if self.work.asynchronous else "", sure=getattr(await answer, "sure", True)
+        )
 
     def _read(self) -> None:
         """Takes the answers that have arrived. The event loop does so before it looks at the

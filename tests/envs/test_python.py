@@ -145,6 +145,7 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
         "stopped after 1 s",
     ),
     "prints megabytes": ("while True: print('x' * 1000)", "it printed more than 8192 bytes"),
+    "prints too much and ends": ("print('x' * 8192)", "it printed more than 8192 bytes"),
 }
 
 

@@ -14,7 +14,7 @@ from ranks import ALONE
 from splitppo.config import Config, EnvConfig, RewardConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.player import Player, language_of
+from splitppo.envs.player import Player, turns_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Episode, Prompt
 from splitppo.sampler import Sampler
@@ -101,7 +101,7 @@ def sampler_of(
         limit=limit,
         context=given.rollout.max_context,
         window=window,
-        player=Player(cast(Any, LocalPool(Env, 3)), *language_of(given, TOKENIZER), given),
+        player=Player(cast(Any, LocalPool(Env, 3)), cast(Any, turns_of(given, TOKENIZER)), given),
     )
 
 
@@ -233,7 +233,7 @@ def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
     assert (row.row, row.end, row.tokens, row.fresh) == (0, "limit", 6, 0)
 
 
-@pytest.mark.parametrize("why", ["answered turn 1 otherwise", "began with another prompt"])
+@pytest.mark.parametrize("why", ["answered turn 1 otherwise", "began otherwise"])
 @pytest.mark.parametrize("moves", [True, False], ids=["at another rank", "after its worker's end"])
 def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch, why, moves):
     sampler = sampler_of({"turns": 4, "asks": 1}, window=4)
@@ -245,7 +245,7 @@ def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch, why, mov
     else:
         sampler.player.pool.envs.clear()
     other = [Message("user", "other.")]
-    if "prompt" in why:
+    if "began" in why:
         monkeypatch.setattr(Env, "reset", lambda self: other)
     else:
         monkeypatch.setattr(Env, "step", lambda self, message: Turn(other))
