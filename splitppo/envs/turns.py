@@ -118,7 +118,7 @@ class Turns:
         template frames as it does those of a role. Ids that it does not frame so are a user's
         message."""
         text = self.tokenizer.decode(list(ids))
-        for role in self._roles:
+        for role in self._roles if self.tokenizer.chat_template else ():
             one = Message(role, SPOKEN, name="tool")
             head, _, foot = self._tail([one]).partition(SPOKEN)
             frame = head.removeprefix(self.tokenizer.decode(self._end))

@@ -115,7 +115,7 @@ class Scorer:
     def submit(self, rows: Sequence[ToScore]) -> Pending:
         """Starts to score the rows. Returns a function that waits for their scores, in the order of
         the rows. It raises UserError if a worker could not import its functions."""
-        calls = [self._call(*row) for row in rows]
+        calls = [self._call(row[0], row[1], *row[2:]) for row in rows]
         return lambda: [
             self._combine([c.result() if isinstance(c, Future) else c for c in row])
             for row in calls

@@ -199,11 +199,8 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
     if turns:
         training.notes.extend(turns.notes)
-        turns.check(
-            training.prompts[0].messages or [],
-            "tool" if config.env.tools else "user",
-            config.env.rewritten,
-        )
+        if asked := training.prompts[0].messages:
+            turns.check(asked, "tool" if config.env.tools else "user", config.env.rewritten)
         context = config.rollout.max_context or resolved.longest
         if longest >= context:
             raise UserError(

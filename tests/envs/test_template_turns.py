@@ -171,6 +171,7 @@ def test_without_a_chat_template():
     said = [7, tokenizer.eos_token_id]
     observed = turns.observation([Message("user", "lower\n"), Message("user", "x")], said)
     assert tokenizer.decode(observed) == "lower\nx"
+    assert turns.read(observed) == [{"role": "user", "content": "lower\nx"}]
     with pytest.raises(UserError, match="needs a chat template"):
         Turns(tokenizer, tools=[SCHEMA])
 
