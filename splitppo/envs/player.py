@@ -49,8 +49,11 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
         )
     if isinstance(began, Failure):
         raise UserError(f"the environment {pool.name} does not begin: {began.text}")
-    fails = f"the environment {pool.name} fails on an empty message: "
-    return [fails + said.text] if isinstance(said, Failure) else []
+    return (
+        [f"the environment {pool.name} fails on an empty message: {said.text}"]
+        if isinstance(said, Failure)
+        else []
+    )
 
 
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":

@@ -80,9 +80,9 @@ def _interpreter(network: bool) -> dict[str, list[str] | str]:
     where its packages are."""
     paths = sysconfig.get_paths()
     packages = [paths["purelib"], paths["platlib"]]
-    prefix = sys.base_prefix
     wanted = [
-        os.path.realpath(sys.executable), f"{prefix}/lib", f"{prefix}/lib64", paths["stdlib"],
+        os.path.realpath(sys.executable), f"{sys.base_prefix}/lib",
+        f"{sys.base_prefix}/lib64", paths["stdlib"],
         *packages, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache",
         *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
     ]  # fmt: skip

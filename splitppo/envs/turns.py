@@ -68,8 +68,9 @@ class Turns:
         self._roles = [role for role in ROLES if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
-        said = self._render([ASKED, SAID], add_generation_prompt=False)
-        before, _, after = said.partition(SPOKEN)
+        before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
+            SPOKEN
+        )
         lead = before.removeprefix(self._render([ASKED]))
         self._lead = lead if lead.isspace() else ""
         ids = self._ids(after)

@@ -191,8 +191,10 @@ def count_failures(
     for name, in_steps in failing.items():
         if never or (len(in_steps) >= FAILING_STEPS and sum(in_steps) >= FAILING_ROWS):
             cause = next(failure.text for _, failure in found if failure.function == name)
-            steps = f"{len(in_steps)} step{'s' * (len(in_steps) > 1)}"
-            raise UserError(f"reward {name} failed on every row for {steps}: {cause}; fix it")
+            raise UserError(
+                f"reward {name} failed on every row for {len(in_steps)} "
+                f"step{'s' * (len(in_steps) > 1)}: {cause}; fix it"
+            )
     kinds = Counter(failure.kind for _, failure in found)
     metrics = {
         "critic/reward_failures": float(len(found)),
