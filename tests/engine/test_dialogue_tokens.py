@@ -82,7 +82,7 @@ class Talker:
 def talkative(seed: int) -> Any:
     """A policy that ends a turn every few tokens, and never says what begins a text: a part of the
     states that no layer changes makes one token likelier than others, and one impossible."""
-    model = random_llama(llama_config(**MODEL), seed)
+    model: Any = random_llama(llama_config(**MODEL), seed)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 4.0
         for layer in model.model.layers:
@@ -126,12 +126,13 @@ def test_random_dialogues(engine: Any, name: str, window: int, stop: tuple[str, 
         info = {"roles": roles, "dialogue": dialogues.setdefault(row, [])}
         return Prompt("", [5], "", "", info)
 
+    player = Player(pool, *language_of(given, tokenizer), given)
     sampler = Sampler(
         count // 4 if window else count,
         prompt,
         limit=sampling.max_new_tokens,
         window=window,
-        player=Player(pool, *language_of(given, tokenizer), given),
+        player=player,
     )
     recorded: Any = Recorded(engine)
     models = [talkative(0), talkative(1)]  # of steps in turn
@@ -145,7 +146,7 @@ def test_random_dialogues(engine: Any, name: str, window: int, stop: tuple[str, 
         sampler.gather_open(ALONE)
     rows.sort(key=lambda row: row.row)
     pool.close()
-    assert not sampler.player.failures
+    assert not player.failures
     assert recorded.ends == {"eos", "limit", *(["stop"] if stop else [])}
     assert {row.end for row in rows} == {"environment", "limit"}
     assert sum(len(row.turns) > 2 for row in rows) > count / 3
