@@ -3,7 +3,7 @@
 The seed draws one of `NUMBERS` numbers from 0. The policy names one, and hears whether the number
 is higher or lower. The reward of a turn is the share of the number's `log2(NUMBERS)` bits that it
 has found out, so a row's turns add up to 1 when one number is left. A row's `extra_info` may hold
-other `numbers` and `turns`.
+other `numbers` and `turns`. Ten numbers: each is one token of the embedded model.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 from splitppo.envs import Message, Turn
 
-NUMBERS = 15
+NUMBERS = 10
 TURNS = 3  # most guesses: as many as the best player needs
 
 

@@ -221,7 +221,15 @@ def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) ->
     assert parse(["--config", "smollm2/addition"]).steps == 3
 
 
-@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in LARGE])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        # a dry run begins an environment, in a process
+        pytest.param(preset, marks=[pytest.mark.ranks] if "calculator" in preset else [])
+        for preset in PRESETS
+        if preset not in LARGE
+    ],
+)
 def test_presets_run_dry(
     preset: str, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
 ) -> None:
@@ -230,6 +238,8 @@ def test_presets_run_dry(
     flags = [f"--policy.path={small['policy']}", f"--run-dir={tmp_path}"]
     flags += [f"--value.path={small['policy']}"] if config.value.path else []
     flags += [f"--reward.model={small['reward']}"] if config.reward.model else []
+    # the small model's tokens are characters
+    flags += ["--rollout.max-context=2048"] if config.rollout.max_context else []
     flags += [f"--data.files={small['train']}"] if config.data.files else []
     flags += [f"--data.validation-files={small['test']}"] if config.data.validation_files else []
     if (

@@ -8,6 +8,9 @@ Studies:
   with the old settings, with a better rate, with four value epochs, bounded; the batch's mean;
   groups of 8 responses, as many rows.
 * `frozen`: the same value models alone, on rollouts of a policy that is not trained.
+* `guess`, `stakes`: the embedded model plays games with rewards on the way: `data.task guess`, and
+  stakes.py. The value model; the batch's mean by turn; groups of 8 responses, as many rows. In
+  `guess` each response has a number of its own; in `stakes` a group plays one game.
 * `size`: layers of the value model, an ensemble, and what papers add. FLAGS name preset and steps.
 
 Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time. A
@@ -33,8 +36,9 @@ from queue import Queue
 from statistics import fmean
 from typing import Any
 
+STUDIES = ("mixed", "frozen", "size", "guess", "stakes")
 ROWS = (1_000, 4_000, 10_000)  # after which the explained variance is told
-PLACES = ("first", "token_2", "token_4", "token_8")
+PLACES = ("first", "token_2", "token_4", "token_8", "turn_2", "turn_3")
 TRAINING, HELD_OUT = 20_000, 256  # sums in the files
 PRETRAINED = ["--value.pretrain-steps", "5"]
 ADAPTIVE = ["--ppo.lam", "adaptive", "--ppo.lam-value", "1.0"]
@@ -50,6 +54,15 @@ def mixed() -> dict[str, list[str]]:
         "rate": RATE,
         "epochs": [*RATE, "--ppo.value-epochs", "4"],
         "bounded": [*RATE, "--ppo.value-epochs", "4", *RANGE],
+        "batch": ["--ppo.baseline", "batch"],
+        "groups": ["--ppo.baseline", "group", "--rollout.samples", "8"],
+    }
+
+
+def turns() -> dict[str, list[str]]:
+    """The flags of each arm."""
+    return {
+        "value": [],
         "batch": ["--ppo.baseline", "batch"],
         "groups": ["--ppo.baseline", "group", "--rollout.samples", "8"],
     }
@@ -131,8 +144,9 @@ def write_sums(out: Path, digits: list[int]) -> list[str]:
     return flags
 
 
-def read(folder: Path) -> dict[str, Any] | None:
-    """What a run gave, step by step. None if it has not ended."""
+def read(folder: Path, held_out: str = "val/score/mean") -> dict[str, Any] | None:
+    """What a run gave, step by step, with this metric of held-out rows. None if it has not
+    ended."""
     files = [folder / "metrics" / f"{role}.jsonl" for role in ("actor", "critic")]
     if not all(file.is_file() for file in files):
         return None
@@ -156,9 +170,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         "tokens": tokens,
         "score": [line["critic/score/mean"] for line in lines],
         "values": [line.get("critic/values/mean") for line in lines],
-        "held_out": [
-            (line["step"], line["val/score/mean"]) for line in actor if "val/score/mean" in line
-        ],
+        "held_out": [(line["step"], line[held_out]) for line in actor if held_out in line],
         "explained": explained,
         "step_s": fmean(seconds),
     }
@@ -211,6 +223,9 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    every = [run for runs in found.values() for run in runs]
+    played = any(value is not None for run in every for value in run["explained"]["turn_2"])
+    late = "turn_2" if played else "token_8"
     figure, axes = pyplot.subplots(1, 3, figsize=(17, 5))
     for number, (name, runs) in enumerate(found.items()):
         look: Any = {"color": f"C{number % 10}", "ls": "-" if number < 6 else "--", "label": name}
@@ -218,7 +233,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         tokens = [fmean(run["tokens"][step] for run in runs) for step in range(1, steps + 1)]
         scores = [fmean(run["score"][step] for run in runs) for step in range(steps)]
         axes[0].plot(tokens, scores, **look)
-        for axis, place in zip(axes[1:], ("first", "token_8"), strict=True):
+        for axis, place in zip(axes[1:], ("first", late), strict=True):
             ready = [
                 step
                 for step in range(steps)
@@ -228,7 +243,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
             axis.plot([(step + 1) * runs[0]["rows"] for step in ready], values, **look)
     axes[0].set(xlabel="tokens sampled", ylabel="score")
     axes[1].set(xlabel="rows", ylabel="explained at the first token", ylim=(-0.2, 1))
-    axes[2].set(xlabel="rows", ylabel="explained over tokens 8 to 15", ylim=(-0.2, 1))
+    axes[2].set(xlabel="rows", ylabel=f"explained at {late}", ylim=(-0.2, 1))
     axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -288,8 +303,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--study", choices=["mixed", "frozen", "size"], default="mixed")
-    parser.add_argument("--steps", type=int, default=60, help="of mixed and frozen")
+    parser.add_argument("--study", choices=STUDIES, default="mixed")
+    parser.add_argument("--steps", type=int, help="unset: 60, or 80 of games")
     parser.add_argument("--digits", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--gpus", type=int, default=0, help="0: as the trainer finds it")
@@ -299,16 +314,23 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=36_000.0, help="seconds for all runs")
     options = parser.parse_args(own.split())
     options.out.mkdir(parents=True, exist_ok=True)
-    arms = {"mixed": mixed(), "frozen": frozen(options.steps), "size": size(options.layers)}
+    games = options.study in ("guess", "stakes")
+    steps = options.steps or (80 if games else 60)
+    arms = {"mixed": mixed(), "frozen": frozen(steps), "size": size(options.layers)}
     chosen = {
         name: extra
-        for name, extra in arms[options.study].items()
+        for name, extra in arms.get(options.study, turns()).items()
         if name in (options.arms or [name])
     }
     common = ["--placement.mode", "colocated", "--checkpoint.no-last", "--log.samples", "0"]
-    if options.study != "size":
+    if games:
+        common += ["--data.task", "guess", "--steps", str(steps)]
+    if options.study == "stakes":
+        game = Path(__file__).with_name("stakes.py")
+        common += ["--env.path", f"{game}:Stakes", "--rollout.max-new-tokens", "9"]
+    if options.study in ("mixed", "frozen"):
         preset = Path(__file__).parents[2] / "configs" / "smollm2" / "two_digits.toml"
-        common += ["--config", str(preset), "--steps", str(options.steps)]
+        common += ["--config", str(preset), "--steps", str(steps)]
         common += [*write_sums(options.out, options.digits), "--rollout.samples", "1"]
         common += ["--compute.micro-batch-tokens", "8192", "--rollout.max-new-tokens", "24"]
         common += ["--engine.kind", "hf", "--compute.compile", "off"]

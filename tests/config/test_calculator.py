@@ -1,0 +1,115 @@
+"""configs/calculator: its data, its reward, its first steps."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from prepare_calculator import FILES, prepare_calculator
+from product import product
+from ranks import run_ranks
+from runs import main_rank, records
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from splitppo.config.cli import parse
+from splitppo.envs import Message
+from splitppo.envs.player import language_of
+from splitppo.envs.tools import ToolEnv, load_tools
+from splitppo.models.tiny import EOS, PAD
+
+ROOT = Path(__file__).parents[2]
+PRESET = ROOT / "configs" / "calculator" / "calculator.toml"
+REAL = ROOT / "models" / "smollm2-135m-instruct"
+# SmolLM2's own, with its default system message left out
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model if it is there, else a small one whose tokens are bytes."""
+    if (REAL / "model.safetensors").is_file():
+        return REAL
+    folder = tmp_path_factory.mktemp("policy")
+    ids = {token: i for i, token in enumerate((PAD, EOS, *sorted(ByteLevel.alphabet())))}
+    backend = Tokenizer(BPE(vocab=ids, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS)
+    tokenizer.chat_template = CHAT
+    config = LlamaConfig(
+        vocab_size=len(ids), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=ids[EOS],
+        pad_token_id=ids[PAD],
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("prepare_calculator.FILES", {"train.jsonl": 40, "test.jsonl": 10})
+    prepare_calculator(tmp_path / "data")
+    texts = {name: (tmp_path / "data" / name).read_text().splitlines() for name in FILES}
+    prompts = [json.loads(line)["prompt"] for lines in texts.values() for line in lines]
+    assert len(set(prompts)) == 50
+    for line in map(json.loads, texts["test.jsonl"]):
+        expression = line["prompt"].removeprefix("Call the calculator for ").partition(",")[0]
+        called = load_tools(["calculator"])["calculator"](expression)
+        assert called == line["reward_model"]["ground_truth"]
+    assert capsys.readouterr().out.endswith("40 rows in train.jsonl and 10 rows in test.jsonl\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "due"),
+    [
+        ("70172", 1),
+        ("It is 70,172.", 1),
+        ("212*331 = 70173", 0),
+        ("<tool_call>212*331", 0),
+        ("", 0),
+    ],
+)
+def test_the_reward(said: str, due: int):
+    assert product("calculator", said, "70172", {}) == {"score": due, "right": due}
+
+
+def test_the_examples_are_calls_that_are_answered_so(policy: Path):
+    """The preset shows what the trainer reads and writes."""
+    config = parse([f"--config={PRESET}"])
+    tools = load_tools(config.env.tools)
+    turns, read = language_of(config, AutoTokenizer.from_pretrained(policy))
+    examples = str(config.data.system).split("\nuser\n")[1:]
+    assert len(examples) == 2
+    for example in examples:
+        parts = example.replace("\ntool\n", "\nassistant\n").split("\nassistant\n")
+        asked, call, answer, said = (part.strip() for part in parts)
+        message = read([], turns.tokenizer(call, add_special_tokens=False)["input_ids"])
+        turn = ToolEnv(tools, config.env.format_reward).step(message)
+        assert turn.messages == [Message("tool", answer, name="calculator")]
+        assert turn.reward == config.env.format_reward
+        assert call.endswith(config.rollout.stop)
+        assert message.tool_calls[0].arguments["expression"] in asked
+        assert said == answer
+
+
+@pytest.mark.ranks
+def test_the_first_ten_steps(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the small model, whose tokens are bytes, rows have more room."""
+    prepare_calculator(tmp_path / "data" / "calculator")
+    shutil.copytree(PRESET.parent, tmp_path / "configs" / "calculator")
+    monkeypatch.chdir(tmp_path)
+    argv = [f"--config={PRESET}", f"--policy.path={policy}", "--run-dir=run", "--steps=10"]
+    argv += ["--rollout.batch-size=8", "--data.validation-rows=4", "--compute.dtype=float32"]
+    argv += ["--rollout.max-context=2048"] if policy != REAL else []
+    run_ranks(1, main_rank, argv)
+    lines = records(tmp_path / "run", "actor")
+    assert [line["step"] for line in lines if line["step"]] == [*range(1, 11)]
+    told = [line["val/right/mean"] for line in lines if "val/score/mean" in line]
+    assert len(told) == 2
+    assert all(line["critic/score/mean"] >= 0 for line in records(tmp_path / "run", "critic"))
