@@ -17,6 +17,7 @@ from splitppo.config.algorithm import (
     RolloutConfig,
     ValueConfig,
 )
+from splitppo.config.algorithm import LoraConfig as LoraConfig
 from splitppo.config.algorithm import Offload as Offload
 from splitppo.config.algorithm import OptimConfig as OptimConfig
 
@@ -199,6 +200,17 @@ class Config:
     def old_logprobs(self) -> Literal["trainer", "engine"]:
         """Whose log-probs are the old ones of the ratio."""
         return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the run needs a reference."""
+        return self.ppo.kl_coef > 0 or self.ppo.kl_loss_coef > 0
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the policy with its adapters off: no model of its own."""
+        own = self.reference.path or self.placement.reference == "critic"
+        return self.has_kl and self.policy.lora.rank > 0 and not own
 
     @property
     def value_models(self) -> int:

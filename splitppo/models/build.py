@@ -24,9 +24,10 @@ from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
-from splitppo.models.heads import PolicyModel, ValueModel
+from splitppo.models.heads import PolicyModel, SharedModel, ValueModel
 
-Kind = Literal["policy", "value", "reward"]
+# `both`: policy and value model over one body
+Kind = Literal["policy", "value", "reward", "both"]
 CAUSAL = "AutoModelForCausalLM"
 SCORING = "AutoModelForSequenceClassification"
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
@@ -235,14 +236,15 @@ def build(
             *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
         # the head of a value model has another name in some families
-        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
+        head = [WeightRenaming(r"^classifier\.", "score.")] if kind in ("value", "both") else []
         names = [*get_model_conversion_mapping(model), *head], ignored
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(
                     f"{type(model).__name__} has no body apart from its head; use another model"
                 )
-            model = (ValueModel if kind == "value" else PolicyModel)(model.eval())
+            made = {"policy": PolicyModel, "value": ValueModel, "both": SharedModel}
+            model = made[kind](model.eval())
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,31 @@ class ValueModel(nn.Module):
         """`[N, 1]` values, or their logits, of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
         return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
+
+
+class SharedModel(PolicyModel):
+    """Policy and value model over one body, each with adapters of its own (lora.py). With tokens to
+    measure it is the policy, without any the value model."""
+
+    float32 = ValueModel.float32
+
+    def __init__(self, causal: Any):
+        super().__init__(causal)
+        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
+
+    def forward(self, at: Tensor, *measured: Any, **inputs: Any) -> Any:
+        """As `PolicyModel.forward` or `ValueModel.forward`."""
+        for layer in adapted_layers(self):
+            # peft's method would change what requires a gradient
+            layer._active_adapter = ["policy" if measured else "value"]
+        if measured:
+            return super().forward(at, *measured, **inputs)
+        return ValueModel.forward(cast(Any, self), at, **inputs)
+
+
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """The modules in which peft has put adapters beside a linear layer."""
+    return [module for module in model.modules() if "lora_A" in module._modules]
 
 
 class _States:

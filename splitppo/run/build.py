@@ -23,8 +23,8 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
-from splitppo.learner import Learner
-from splitppo.models import build, sharding, weights
+from splitppo.learner import BaseReference, Learner
+from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
@@ -106,6 +106,8 @@ class Builder:
         self.runtime = runtime
         self.folder = folder
         self.engine_process = engine
+        # policy and value model over one base, if they share it
+        self.shared: torch.nn.Module | None = None
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
         self.context = Context(
@@ -125,11 +127,13 @@ class Builder:
         runner = self._runner("actor")
         engine = self._engine()
         try:
+            policy = self._learner("policy", runner)
+            free = self.config.base_is_reference
             actor = Actor(
                 self.context,
-                self._learner("policy", runner),
+                policy,
                 self.outputs,
-                self._reference("actor", runner),
+                BaseReference(policy, self.outputs) if free else self._reference("actor", runner),
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
@@ -285,6 +289,7 @@ class Builder:
             steps=self.config.steps,
             aggregate=self.config.ppo.aggregate,
             gather_once=self.config.compute.gather == "mini_batch",
+            adapter=self.resolved.models[name].adapter,
         )
 
     def _reference(self, role: Role, runner: Runner) -> Reference | None:
@@ -335,16 +340,24 @@ class Builder:
         )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:
-        """Builds, shards and fills a model; `number` counts in an ensemble."""
+        """Builds, shards and fills a model; `number` counts in an ensemble. With one base for both,
+        the value model is the policy's."""
+        if name == "value" and self.shared:
+            return self.shared
         self._begin_phase(f"loading the {name}")
         resolved = self.resolved
         found = resolved.models[name]
         config = self.config
-        frozen = name in ("reference", "reward")  # held in the precision in which it runs
+        frozen = name in ("reference", "reward")
+        held = [found]
+        if shares := name == "policy" and config.value.share_base:
+            held.append(resolved.models["value"])
+        adapters = [one.adapter for one in held if one.adapter]
+        # what is not trained is held in the precision in which it runs
         model = build.build(
-            found.config,
-            found.kind,
-            resolved.dtype if frozen else torch.float32,
+            held[-1].config,
+            "both" if shares else found.kind,
+            resolved.dtype if frozen or adapters else torch.float32,
             packed=found.packed,
         )
         # with gradients, the reference's layers are to the compiler what the policy's are; it runs
@@ -361,6 +374,7 @@ class Builder:
             # it saves
             compiled=resolved.compiled and name != "reward",
             tensor=self.runtime.sets[role].get(config.tensor_parallel(name)),
+            adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
         )
         weights.fill(
             model,
@@ -370,6 +384,11 @@ class Builder:
             head=config.value.head,
             seed=config.seed + number,
         )
+        for adapter in adapters:
+            if path := adapter.settings.path:
+                lora.read(model, adapter, Path(path))
+        if shares:
+            self.shared = model
         return model
 
     def _begin_phase(self, name: str) -> None:

@@ -3,19 +3,21 @@ touched."""
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from splitppo import data
 from splitppo.config import Config
 from splitppo.engine import build
 from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.errors import UserError
+from splitppo.models import lora
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
-from splitppo.run import memory
+from splitppo.run import checkpoint, memory
 from splitppo.run.folder import check_run_folder
-from splitppo.run.resolve import Resolved
+from splitppo.run.resolve import TRAINED, Resolved
 from splitppo.run.trackers import check_trackers
 
 
@@ -39,6 +41,9 @@ def check_inputs(config: Config) -> None:
         data.check_files(config.data)
     data.read_lengths(config.rollout)
     check_trackers(config)
+    for name in TRAINED:
+        if rank := getattr(config, name).lora.rank:
+            lora.import_peft(f"{name}.lora.rank={rank}")
 
 
 def _on_hub(config: Config) -> bool:
@@ -82,6 +87,21 @@ def preflight(resolved: Resolved) -> None:
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
             "--run-dir: each restart would begin in a folder of its own"
         )
+    _check_adapters(resolved)
+
+
+def _check_adapters(resolved: Resolved) -> None:
+    """Refuses adapters to start from, and those of the checkpoint to go on from, that are of other
+    models."""
+    config = resolved.config
+    found = checkpoint.find(Path(config.run_dir), config.resume) if config.run_dir else None
+    for name, model in resolved.models.items():
+        if not model.adapter:
+            continue
+        if path := model.adapter.settings.path:
+            lora.check(Path(path), model.config, model.adapter)
+        if found:
+            lora.check(found / resolved.role_of(name), model.config, model.adapter)
 
 
 def _check_groups(resolved: Resolved) -> None:
@@ -95,6 +115,11 @@ def _check_groups(resolved: Resolved) -> None:
                 f"placement.{name} is for two groups, and every rank plays both roles; "
                 "leave it unset"
             )
+    if resolved.config.value.share_base and not resolved.placement.colocated:
+        raise UserError(
+            "value.share_base=True: policy and value model are on different ranks "
+            f"(placement.mode={resolved.placement.mode}); use placement.mode=colocated"
+        )
     if not (resolved.placement.colocated or "critic" in map(resolved.role_of, resolved.models)):
         raise UserError(
             f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
@@ -111,6 +136,11 @@ def warnings(resolved: Resolved) -> list[str]:
     rows = config.rollout.batch_size
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
+    why = (
+        "the reference is the policy with its adapters off"
+        if config.base_is_reference
+        else "ppo.kl_coef and ppo.kl_loss_coef are 0"
+    )
     return [
         *build.warnings(config, resolved.device.type),
         *filter(
@@ -136,7 +166,7 @@ def warnings(resolved: Resolved) -> list[str]:
             if source == TEMPLATE
         ),
         *(
-            f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+            f"reference.{setting}={value} is not used: {why}"
             for setting in unused
             if (value := getattr(config.reference, setting))
         ),

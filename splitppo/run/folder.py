@@ -190,6 +190,8 @@ def inputs_of(
         ("rollout.lengths", config.rollout.lengths or ""),
         *(("reward.function", name.rpartition(":")[0]) for name in config.reward.function),
         *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
+        ("policy.lora.path", config.policy.lora.path or ""),
+        ("value.lora.path", config.value.lora.path or ""),
         *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
     ]
     found = {}

@@ -140,9 +140,7 @@ class Run:
         self.written: Future[None] | None = None  # the step's samples
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group
         # holds it
-        self.logprob_fields = 1 + (
-            "reference" in resolved.models and resolved.role_of("reference") == "actor"
-        )
+        self.logprob_fields = 1 + (self.config.has_kl and resolved.role_of("reference") == "actor")
         try:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
             # the step that it resumes after

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
-from splitppo.models import offload, sharding
+from splitppo.models import lora, offload, sharding
 from splitppo.models.names import numbered
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
@@ -31,16 +31,23 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
     """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but
-    the first begin with the learner's number."""
+    the first begin with the learner's number. Of a model with adapters, only what is trained."""
     held: Tensors = {}
     for number, learner in enumerate(learners):
         for name, parameter in learner.sharded().items():
+            if learner.adapter and not parameter.requires_grad:
+                continue
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
                 held.setdefault(kind, {})[numbered(name, number)] = sharding.described(
                     learner.model, name, tensor
                 )
     return held
+
+
+def numbered_folder(part: Path, number: int) -> Path:
+    """Where a part of a checkpoint holds the adapters of the learner of this number."""
+    return part / f"adapter_{number}" if number else part
 
 
 def load(
@@ -84,6 +91,7 @@ class Saver:
         self.rank = dist.get_rank(group)
         self.committed = committed
         self.copies: Tensors = {}
+        self.adapters: list[dict[str, torch.Tensor]] = []
         self.thread: threading.Thread | None = None
         self.step = 0
         self.may_commit = threading.Event()
@@ -113,6 +121,7 @@ class Saver:
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
+        self.adapters = [learner.gather_adapter() for learner in self.learners]
         for learner in self.learners:
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
@@ -161,7 +170,8 @@ class Saver:
             writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
-            names += [".metadata", "state.json"] * (self.rank == 0)
+            if self.rank == 0:
+                names += [".metadata", "state.json", *self._write_adapters(partial)]
             own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
             dist.all_gather_object(files, own, group=self.group)
@@ -175,3 +185,14 @@ class Saver:
                 self.committed()
         except BaseException as error:
             self.error = error
+
+    def _write_adapters(self, part: Path) -> list[str]:
+        """Writes each learner's adapters as peft does, the first one's into the part itself.
+        Returns the files, as paths in it."""
+        names = []
+        for number, learner in enumerate(self.learners):
+            if learner.adapter:
+                folder = numbered_folder(part, number)
+                lora.save(folder, learner.model, learner.adapter, self.adapters[number])
+                names += [str((folder / name).relative_to(part)) for name in lora.FILES]
+        return names
