@@ -13,7 +13,7 @@ from splitppo import algo
 from splitppo.context import Context, learning_metrics
 from splitppo.engine import RolloutEngine
 from splitppo.errors import UserError, say, warn
-from splitppo.learner import BaseReference, Learner
+from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
@@ -43,7 +43,7 @@ class Actor:
         context: Context,
         policy: Learner,
         outputs: PolicyOutputs,
-        reference: Reference | BaseReference | None,
+        reference: Reference | None,
         engine: RolloutEngine,
         sampler: Sampler,
         *,

@@ -24,7 +24,6 @@ from splitppo.models.batching import (
     micro_batch,
     to_device,
 )
-from splitppo.models.heads import PolicyOutputs
 from splitppo.models.names import ADAPTER, buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
@@ -202,14 +201,6 @@ class Learner:
         cast(FSDPModule, self.model).reshard()
         return self.own()
 
-    def gather_adapter(self) -> dict[str, Tensor]:
-        """What is trained with LoRA, whole, by peft's names, in host memory; {} without. All ranks
-        of the group call it."""
-        if not self.adapter:
-            return {}
-        self.sharded()
-        return lora.gather_trained(self.model, self.adapter)
-
     def set_weight(self, name: str, value: Tensor) -> None:
         """Fills a weight, by Hugging Face name, with a number `[]`."""
         local(self.sharded()[name]).fill_(value)
@@ -337,23 +328,6 @@ class Learner:
         self.host_state.step() if self.host_state else self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
-
-
-class BaseReference:
-    """A policy's base, its adapters off: the reference without a second model."""
-
-    def __init__(self, policy: Learner, outputs: PolicyOutputs):
-        self.policy = policy
-        self.outputs = partial(outputs, entropy=False)
-
-    def logprobs(self, rollout: Rollout) -> Tensor:
-        """As `Reference.logprobs`."""
-        with lora.turned_off(self.policy.model):
-            return self.policy.forward(rollout, self.outputs, fields=2)[0]
-
-    def release_memory(self) -> None:
-        """As `Reference.release_memory`: gives back the policy's memory."""
-        self.policy.release_memory(changed=False)
 
 
 def learning_rate(

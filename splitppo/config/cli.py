@@ -115,7 +115,7 @@ def _read(given: Sequence[str]) -> Config:
     for name in ("policy", "value"):
         model = getattr(config, name)
         if model.lora.rank > 0 and _value_of(f"--{name}.optim.lr", given) is None:
-            optim = replace(model.optim, lr=LORA_RATE * model.optim.lr)
+            optim = replace(model.optim, lr=float(f"{LORA_RATE * model.optim.lr:g}"))
             config = replace(config, **{name: replace(model, optim=optim)})
     return config
 

@@ -1,7 +1,8 @@
 """The policy, the value model, and what the learners compute at the response tokens: log-probs,
 entropies, values. Logits are never kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -98,15 +99,28 @@ class SharedModel(PolicyModel):
     def forward(self, at: Tensor, *measured: Any, **inputs: Any) -> Any:
         """As `PolicyModel.forward` or `ValueModel.forward`."""
         for layer in adapted_layers(self):
-            # peft's method would change what requires a gradient
             layer._active_adapter = ["policy" if measured else "value"]
         if measured:
             return super().forward(at, *measured, **inputs)
         return ValueModel.forward(cast(Any, self), at, **inputs)
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While the context is open, a model with adapters is its base."""
+    layers = adapted_layers(model)
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def adapted_layers(model: nn.Module) -> list[Any]:
-    """The modules in which peft has put adapters beside a linear layer."""
+    """The modules in which peft has put adapters beside a linear layer. Its methods that turn them
+    on or off would change what requires a gradient; flags alone don't."""
     return [module for module in model.modules() if "lora_A" in module._modules]
 
 

@@ -10,7 +10,6 @@ is on. In a tensor-parallel set, A is cut as W is by its inputs, B as W is by it
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,6 @@ from transformers import PretrainedConfig
 from splitppo.config import LoraConfig
 from splitppo.errors import UserError
 from splitppo.models.build import Kind, build
-from splitppo.models.heads import adapted_layers
 from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
 from splitppo.models.tensor import cut_adapter, parts_of
@@ -63,15 +61,15 @@ class Adapter:
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters, by name, of the model whose adapters these are; another one may share its
         base."""
-        body = f"{model.base_model_prefix}."
-        others = HEAD if self.kind == "policy" else ()
-
-        def is_own(name: str) -> bool:
-            if found := re.search(ADAPTER, name):
-                return found[2] == self.kind
-            return name not in others and (self.kind == "policy" or name.startswith((body, *HEAD)))
-
-        return {name: weight for name, weight in weights_of(model).items() if is_own(name)}
+        others = {
+            "policy": r"\.lora_[AB]\.value\.|^score\.",
+            "value": rf"\.lora_[AB]\.policy\.|^(?!{model.base_model_prefix}\.|score\.)",
+        }
+        return {
+            name: weight
+            for name, weight in weights_of(model).items()
+            if not re.search(others[self.kind], name)
+        }
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Those that are trained: the adapters, and a value model's head."""
@@ -143,19 +141,6 @@ def count(config: PretrainedConfig, adapter: Adapter) -> int:
     return sum(weight.numel() for weight in adapter.trained(model).values())
 
 
-@contextmanager
-def turned_off(model: nn.Module) -> Iterator[None]:
-    """While the context is open, a model is its base."""
-    layers = adapted_layers(model)
-    try:
-        for layer in layers:
-            layer._disable_adapters = True  # peft's method would change what requires a gradient
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """W + scale B A in float32, a new tensor."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
@@ -192,12 +177,10 @@ def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str,
     identifies the base is in the metadata of the weights."""
     layers = targets(model, adapter)
     ends = sorted({layer.rpartition(".")[2] for layer in layers})
-    every = targets(model, Adapter(adapter.kind, LoraConfig(adapter.settings.rank)))
-    alike = {layer for layer in every if layer.rpartition(".")[2] in ends} == {*layers}
     settings = import_peft("an adapter").LoraConfig(
         r=adapter.settings.rank,
         lora_alpha=adapter.alpha,
-        target_modules=ends if alike else layers,
+        target_modules=layers if adapter.settings.targets else ends,
         modules_to_save=["score"] if adapter.kind == "value" else None,
         base_model_name_or_path=adapter.base,
         inference_mode=True,
@@ -207,31 +190,23 @@ def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str,
     save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": adapter.digest()})
 
 
-def open_weights(folder: Path) -> Any:
-    """An adapter's tensors, by peft's names. Raises a UserError if the file can't be read."""
+def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
+    """An adapter's settings, and its tensors by peft's names. Raises a UserError if it can't be
+    read."""
     try:
-        return safe_open(folder / WEIGHTS, framework="pt")
-    except (OSError, SafetensorError) as error:
+        settings = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+        return settings, safe_open(folder / WEIGHTS, framework="pt")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise UserError(
-            f"{folder}: no adapter can be read there ({error}); give a folder with {SETTINGS} and "
+            f"{folder}: no adapter can be read there ({error}); name a folder with {SETTINGS} and "
             f"{WEIGHTS}, as peft writes them"
-        ) from error
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises a UserError if it can't be read."""
-    try:
-        return dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{folder}: {SETTINGS} can't be read ({error}); give the folder of an adapter"
         ) from error
 
 
 def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
     """Raises a UserError if an adapter's folder is of another rank, scale, kind or base than
     `adapter`, or of other layers."""
-    found = read_settings(folder)
+    found, stored = open_adapter(folder)
     own = f"{adapter.kind}.lora"
     due = {"rank": adapter.settings.rank, "alpha": adapter.alpha}
     for name, there in {"rank": found.get("r"), "alpha": found.get("lora_alpha")}.items():
@@ -247,7 +222,6 @@ def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
         )
     model = build(config, adapter.kind)
     add(model, adapter)
-    stored = open_weights(folder)
     shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
     wanted = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
     without_head = "score" not in (found.get("modules_to_save") or ())
@@ -267,10 +241,12 @@ def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
         )
 
 
-def read(model: nn.Module, adapter: Adapter, folder: Path) -> None:
-    """Fills adapters, and a head if the folder holds one, of a sharded model; each rank reads its
-    shards."""
-    stored = open_weights(folder)
+def read(model: nn.Module, adapter: Adapter) -> None:
+    """Fills the adapters of a sharded model, and a head if it is there, from the folder to start
+    from, if one is set; each rank reads its shards."""
+    if adapter.settings.path is None:
+        return
+    _, stored = open_adapter(Path(adapter.settings.path))
     there = {*stored.keys()}
     for name, weight in adapter.trained(model).items():
         if (key := peft_name(name)) in there:
@@ -280,8 +256,7 @@ def read(model: nn.Module, adapter: Adapter, folder: Path) -> None:
 
 def merge_into(model: nn.Module, folder: Path) -> None:
     """Merges the adapters of a folder into a model in host memory, and takes a head from it."""
-    stored = open_weights(folder)
-    settings = read_settings(folder)
+    settings, stored = open_adapter(folder)
     tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     for name, weight in weights_of(model).items():
         key = peft_name(name)

@@ -23,7 +23,7 @@ from splitppo.engine.vllm.process import Process
 from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
-from splitppo.learner import BaseReference, Learner
+from splitppo.learner import Learner
 from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
@@ -128,12 +128,11 @@ class Builder:
         engine = self._engine()
         try:
             policy = self._learner("policy", runner)
-            free = self.config.base_is_reference
             actor = Actor(
                 self.context,
                 policy,
                 self.outputs,
-                BaseReference(policy, self.outputs) if free else self._reference("actor", runner),
+                self._reference("actor", runner, policy),
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
@@ -292,7 +291,11 @@ class Builder:
             adapter=self.resolved.models[name].adapter,
         )
 
-    def _reference(self, role: Role, runner: Runner) -> Reference | None:
+    def _reference(
+        self, role: Role, runner: Runner, policy: Learner | None = None
+    ) -> Reference | None:
+        if policy and self.config.base_is_reference:
+            return Reference(policy.model, runner, self.outputs, shards=policy.shards)
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
         return Reference(
@@ -349,9 +352,8 @@ class Builder:
         found = resolved.models[name]
         config = self.config
         frozen = name in ("reference", "reward")
-        held = [found]
-        if shares := name == "policy" and config.value.share_base:
-            held.append(resolved.models["value"])
+        shares = name == "policy" and config.value.share_base
+        held = [found, resolved.models["value"]] if shares else [found]
         adapters = [one.adapter for one in held if one.adapter]
         # what is not trained is held in the precision in which it runs
         model = build.build(
@@ -385,8 +387,7 @@ class Builder:
             seed=config.seed + number,
         )
         for adapter in adapters:
-            if path := adapter.settings.path:
-                lora.read(model, adapter, Path(path))
+            lora.read(model, adapter)
         if shares:
             self.shared = model
         return model

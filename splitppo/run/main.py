@@ -25,6 +25,7 @@ from splitppo.placement import place, set_sizes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.build import build_sampler, check_open_rows
+from splitppo.run.held import sharing
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
 
@@ -161,6 +162,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
+            *sharing(resolved),
             *memory.table(resolved, gpu or memory.GPU),
         ]
     )

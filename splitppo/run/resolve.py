@@ -141,25 +141,22 @@ class Resolved:
                         "packed": model.packed,
                         "tensor_parallel": self.config.tensor_parallel(name),
                         "offload": self.offload(name),
-                        **(self._lora(name) if model.adapter else {}),
+                        **(
+                            {
+                                "lora_rank": model.adapter.settings.rank,
+                                "lora_alpha": model.adapter.alpha,
+                                "trained": model.trained,
+                                "learning_rate": getattr(self.config, name).optim.lr,
+                            }
+                            if model.adapter
+                            else {}
+                        ),
                     }
                     for name, model in self.models.items()
                 },
             },
             indent=1,
         )
-
-    def _lora(self, name: str) -> dict[str, Any]:
-        """What `to_json` says of a model with adapters."""
-        own: Any = getattr(self.config, name)
-        return {
-            "lora": {
-                "rank": own.lora.rank,
-                "alpha": own.lora.alpha or own.lora.rank,
-                "trained": self.models[name].trained,
-                "learning_rate": own.optim.lr,
-            }
-        }
 
 
 def resolve(

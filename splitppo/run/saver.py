@@ -121,7 +121,10 @@ class Saver:
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
-        self.adapters = [learner.gather_adapter() for learner in self.learners]
+        self.adapters = [
+            lora.gather_trained(learner.model, learner.adapter) if learner.adapter else {}
+            for learner in self.learners
+        ]
         for learner in self.learners:
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
