@@ -16,16 +16,7 @@ import pytest
 import torch
 from devices import gpus
 from ranks import run_ranks
-from reference_ppo import (
-    ADAPTERS_ALONE,
-    Hyper,
-    Row,
-    Step,
-    adapt,
-    merged,
-    reference_ppo,
-    windows,
-)
+from reference_ppo import ADAPTERS_ALONE, Hyper, Row, Step, adapt, merged, reference_ppo, windows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import actor, critic, train
@@ -252,8 +243,9 @@ def reference(
     **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
-    score. `adapters`: model -> (layer -> its adapters as they begin, alpha). With a `window` the reference finds out by itself in which step a row ends, and what its
-    log-probs were when it was sampled."""
+    score. `adapters`: model -> (layer -> its adapters as they begin, alpha); `value_base`: folder
+    of the value model. With a `window` the reference finds out by itself in which step a row ends,
+    and what its log-probs were when it was sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / value_base, num_labels=1)

@@ -55,8 +55,9 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     if (Path(folder) / "adapter_config.json").is_file():
         raise folder_error(
             folder,
-            "a LoRA adapter; this version trains and reads whole models",
-            "merge it into its base (peft's merge_and_unload) and save that",
+            "a LoRA adapter; this setting names a whole model",
+            "name its base, and start from the adapter with --policy.lora.path, or merge it into "
+            "its base (peft's merge_and_unload) and save that",
         )
     if not (Path(folder) / "config.json").is_file():
         raise folder_error(

@@ -215,7 +215,7 @@ def learning_rate(number: int, count: int, h: Hyper) -> float:
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer with adapters beside it. Hu et al. 2021, eq. 3: h = W x + alpha / rank B A x."""
+    """A linear layer with adapters beside it: h = W x + alpha / rank B A x (Hu et al. 2021)."""
 
     def __init__(self, linear: Any, a: Tensor, b: Tensor, alpha: float):
         super().__init__()
@@ -235,9 +235,7 @@ def adapt(model: Any, adapters: dict[str, tuple[Tensor, Tensor]], alpha: float) 
     """Puts (A, B) beside the layers of these names."""
     for name, (a, b) in adapters.items():
         parent, _, last = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b, alpha)
-        )
+        setattr(model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b, alpha))
 
 
 def merged(model: Any) -> dict[str, Tensor]:
