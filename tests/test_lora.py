@@ -366,7 +366,7 @@ def of_row(model: Any, row: Episode, kind: str) -> torch.Tensor:
     [
         (["--policy.lora.rank=2"], "policy.lora.rank was 3, and is 2: that is another run"),
         (["--policy.lora.rank=2", "--force"], "actor has 3; set --policy.lora.rank 3"),
-        (["--seed=3", "--force"], "an adapter of another base than policy.path=tiny (tiny drawn"),
+        (["--seed=3", "--force"], "an adapter of another base than policy.path=tiny (drawn"),
         (["--value.lora.targets=mlp", "--force"], "critic: base_model.model.model.layers.0."),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
-from splitppo.run import checkpoint, memory
+from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
 from splitppo.run.resolve import TRAINED, Resolved
 from splitppo.run.trackers import check_trackers
@@ -87,21 +87,17 @@ def preflight(resolved: Resolved) -> None:
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
             "--run-dir: each restart would begin in a folder of its own"
         )
-    _check_adapters(resolved)
+    check_adapters(resolved)
 
 
-def _check_adapters(resolved: Resolved) -> None:
-    """Refuses adapters to start from, and those of the checkpoint to go on from, that are of other
-    models."""
-    config = resolved.config
-    found = checkpoint.find(Path(config.run_dir), config.resume) if config.run_dir else None
+def check_adapters(resolved: Resolved, found: Path | None = None) -> None:
+    """Refuses adapters of other models: those to start from, or those of the checkpoint `found`, to
+    go on from."""
     for name, model in resolved.models.items():
-        if not model.adapter:
-            continue
-        if path := model.adapter.settings.path:
-            lora.check(Path(path), model.config, model.adapter)
-        if found:
-            lora.check(found / resolved.role_of(name), model.config, model.adapter)
+        if model.adapter:
+            start = found / resolved.role_of(name) if found else model.adapter.settings.path
+            if start:
+                lora.check(Path(start), model.config, model.adapter)
 
 
 def _check_groups(resolved: Resolved) -> None:

@@ -54,6 +54,7 @@ def _begin_folder(
     folder = Path(runtime.broadcast("run_dir", take, patience=STALE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
+    checks.check_adapters(resolved, found)
     if rank == 0:
         for warning in checks.warnings(resolved):
             warn(warning)

@@ -147,9 +147,9 @@ def dry_run(config: Config, launch: Launch) -> str:
     resolved, offloaded = memory.offloaded(resolved, gpu)
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
-        check_open_rows(
-            build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
-        )
+        found = checkpoint.find(Path(config.run_dir), config.resume)
+        check_open_rows(build_sampler(resolved, training), found)
+        checks.check_adapters(resolved, found)
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [

@@ -244,7 +244,7 @@ def _adapter(config: Config, model: Model) -> lora.Adapter:
 
     def digest() -> str:
         if model.random_init or model.path == "tiny":
-            return f"{model.name} drawn from seed {config.seed}"
+            return f"drawn from seed {config.seed}"
         files = sorted(Path(model.path).glob("*.safetensors"))
         return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
