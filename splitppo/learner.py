@@ -222,9 +222,8 @@ class Learner:
         """The full weights, with adapters merged into them, and persistent buffers, by Hugging Face
         name. All ranks of the group must consume them. A tensor may be a view of the weight, and is
         valid until the next one is asked for. In the end the weights' memory is released."""
-        gather = gather_full
-        if self.adapter:
-            gather = partial(lora.gather_merged, adapter=self.adapter)
+        own = self.adapter
+        gather = partial(lora.gather_merged, adapter=own) if own else gather_full
         named: dict[str, Tensor] = {}
         for name, parameter in self.sharded().items():
             if re.search(ADAPTER, name):

@@ -394,7 +394,7 @@ ADAPTER = "--policy.lora.path={adapter}"
 WRONG: dict[str, list[str]] = {
     "policy.lora.rank=-1 must be at least 0; 0 turns it off": ["--policy.lora.rank=-1"],
     "policy.lora.alpha=0 must be above 0": [BOTH[0], "--policy.lora.alpha=0"],
-    "policy.lora.targets=nope matches no linear layer; their names are like model.layers.0.": [
+    "policy.lora.targets=nope matches no linear layer of type 'llama'; their names are like model": [
         BOTH[0],
         "--policy.lora.targets=nope",
     ],

@@ -11,12 +11,12 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
     shares = f"value.share_base={value.share_base}"
     models = {"policy": config.policy, "value": value}
     unshared = {
-        "value.ensemble": value.ensemble > 1,
-        "value.layers": value.layers is not None,
-        "value.path": value.path not in (None, config.policy.path),
+        "value.ensemble": value.ensemble > 1 and value.ensemble,
+        "value.layers": value.layers,
+        "value.path": value.path != config.policy.path and value.path,
         "value.random_init": value.random_init,
-        "policy.offload": config.policy.offload == "all",
-        "value.offload": value.offload == "all",
+        "policy.offload": config.policy.offload == "all" and "all",
+        "value.offload": value.offload == "all" and "all",
     }
     sets = {name: config.tensor_parallel(name) for name in models}
     return [
@@ -44,11 +44,11 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
         ),
         *(
             (
-                value.share_base and differs,
-                f"{shares} with {name}={_setting(config, name)}: policy and value model have one "
+                value.share_base and setting,
+                f"{shares} with {name}={setting}: policy and value model have one "
                 "base, which stays on the device; unset one",
             )
-            for name, differs in unshared.items()
+            for name, setting in unshared.items()
         ),
         (
             value.share_base and sets["policy"] != sets["value"],
@@ -61,8 +61,3 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
             "different ranks; use placement.mode=colocated",
         ),
     ]
-
-
-def _setting(config: Config, name: str) -> object:
-    owner, _, field = name.partition(".")
-    return getattr(getattr(config, owner), field)

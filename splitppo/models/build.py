@@ -283,13 +283,6 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
         raise UserError(f"{setting}={' '.join(parts)} leaves no weight to train; name fewer")
 
 
-def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], setting: str) -> int:
-    """A model's parameters that are trained, tied ones once. Raises UserError as `freeze` does."""
-    model = build(config, kind)
-    freeze(model, parts, setting)
-    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-
-
 def on_meta() -> RemovableHandle:
     """While the context is open, new parameters go to the meta device; buffers (rotary tables) are
     computed."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch._dynamo.config as dynamo
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
 from splitppo.models.tensor import cut_adapter, parts_of
 
+# compiled graphs of a layer: its kinds, by which adapters are on, by what needs gradients; the
+# compiler's own limit is 8
+GRAPHS = 64
 WEIGHTS = "adapter_model.safetensors"  # peft's files
 SETTINGS = "adapter_config.json"
 FILES = (SETTINGS, WEIGHTS)
@@ -87,6 +91,7 @@ def add(model: nn.Module, adapter: Adapter) -> None:
     )
     peft.inject_adapter_in_model(settings, model, adapter.kind, low_cpu_mem_usage=True)
     del cast(Any, model).peft_config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
     for path, weight in model.named_parameters():
         name = outside(path)
         weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
@@ -106,23 +111,20 @@ def targets(model: nn.Module, adapter: Adapter) -> list[str]:
         and name.startswith(body)
         and not re.search(ADAPTER, f"{name}.weight")
     ]
-    for target in adapter.settings.targets:
+    found = set()
+    for target in adapter.settings.targets or ("",):
         where = f"{adapter.kind}.lora.targets={target}"
         try:
-            found = any(re.search(target, layer) for layer in layers)
+            matched = [layer for layer in layers if re.search(target, layer)]
         except re.error as error:
             raise UserError(f"{where} is no regular expression ({error}); correct it") from error
-        if not found:
+        if not matched:
             raise UserError(
-                f"{where} matches no linear layer; their names are like {', '.join(layers[:3])}"
+                f"{where} matches no linear layer of type {cast(Any, model).config.model_type!r}; "
+                f"their names are like {', '.join(layers[:3]) or 'none: train it whole'}"
             )
-    if not layers:
-        raise UserError(
-            f"{adapter.kind}.lora.rank={adapter.settings.rank}: {type(model).__name__} of type "
-            f"{cast(Any, model).config.model_type!r} has no linear layer; train it whole"
-        )
-    wanted = "|".join(adapter.settings.targets)
-    return [layer for layer in layers if re.search(wanted, layer)]
+        found.update(matched)
+    return [layer for layer in layers if layer in found]
 
 
 def import_peft(setting: str) -> Any:
@@ -132,13 +134,6 @@ def import_peft(setting: str) -> Any:
     except ImportError as error:
         raise UserError(f"{setting} needs peft; pip install 'splitppo[lora]'") from error
     return peft
-
-
-def count(config: PretrainedConfig, adapter: Adapter) -> int:
-    """Parameters that are trained. Raises UserError as `add` does."""
-    model = build(config, adapter.kind)
-    add(model, adapter)
-    return sum(weight.numel() for weight in adapter.trained(model).values())
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -208,12 +203,14 @@ def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
     `adapter`, or of other layers."""
     found, stored = open_adapter(folder)
     own = f"{adapter.kind}.lora"
-    due = {"rank": adapter.settings.rank, "alpha": adapter.alpha}
-    for name, there in {"rank": found.get("r"), "alpha": found.get("lora_alpha")}.items():
-        if there != due[name]:
+    for name, key, due in (
+        ("rank", "r", adapter.settings.rank),
+        ("alpha", "lora_alpha", adapter.alpha),
+    ):
+        if found.get(key) != due:
             raise UserError(
-                f"{own}.{name}={due[name]}: the adapter in {folder} has {there}; "
-                f"set --{own}.{name} {there}"
+                f"{own}.{name}={due}: the adapter in {folder} has {found.get(key)}; "
+                f"set --{own}.{name} {found.get(key)}"
             )
     if others := [name for name in OTHER_KINDS if found.get(name)]:
         raise UserError(
@@ -223,11 +220,11 @@ def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
     model = build(config, adapter.kind)
     add(model, adapter)
     shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
-    wanted = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
-    without_head = "score" not in (found.get("modules_to_save") or ())
-    heads = map(peft_name, HEAD if without_head else ())
-    for name in sorted({*wanted, *shapes}.difference(heads)):
-        if (there := shapes.get(name)) != (here := wanted.get(name)):
+    due = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
+    # a head may be drawn
+    drawn = {*map(peft_name, HEAD)} - shapes.keys()
+    for name in sorted((due.keys() | shapes.keys()) - drawn):
+        if (there := shapes.get(name)) != (here := due.get(name)):
             raise UserError(
                 f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
                 f"{adapter.kind}.path={adapter.base} and {own}.targets; it is an adapter of "
@@ -257,13 +254,13 @@ def read(model: nn.Module, adapter: Adapter) -> None:
 def merge_into(model: nn.Module, folder: Path) -> None:
     """Merges the adapters of a folder into a model in host memory, and takes a head from it."""
     settings, stored = open_adapter(folder)
-    tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    for name, weight in weights_of(model).items():
-        key = peft_name(name)
-        pair = [key.removesuffix("weight") + f"lora_{part}.weight" for part in "AB"]
-        if key in tensors:
-            weight.detach().copy_(tensors[key])
-        elif pair[0] in tensors:
-            scale = settings["lora_alpha"] / settings["r"]
-            down, up = (tensors[part] for part in pair)
-            weight.detach().copy_(merge(weight.detach(), down, up, scale))
+    scale = settings["lora_alpha"] / settings["r"]
+    there = {*stored.keys()}
+    for name, parameter in weights_of(model).items():
+        weight = parameter.detach()
+        layer = peft_name(name).removesuffix("weight")
+        if f"{layer}lora_A.weight" in there:
+            pair = (stored.get_tensor(f"{layer}lora_{part}.weight") for part in "AB")
+            weight.copy_(merge(weight, *pair, scale))
+        elif peft_name(name) in there:
+            weight.copy_(stored.get_tensor(peft_name(name)))

@@ -17,7 +17,7 @@ from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
-from splitppo.run.resolve import TRAINED, Resolved
+from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
 
 
@@ -41,9 +41,6 @@ def check_inputs(config: Config) -> None:
         data.check_files(config.data)
     data.read_lengths(config.rollout)
     check_trackers(config)
-    for name in TRAINED:
-        if rank := getattr(config, name).lora.rank:
-            lora.import_peft(f"{name}.lora.rank={rank}")
 
 
 def _on_hub(config: Config) -> bool:

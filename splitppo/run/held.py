@@ -50,11 +50,3 @@ def held_of(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
     yield f"{name}'s weights", model.number * weights, offload != "all"
     if offload in ("auto", "none"):
         yield f"{name}'s optimizer", model.number * model.trained * 8 / ranks, True
-
-
-def sharing(resolved: Resolved) -> list[str]:
-    """A line on what one base for policy and value model saves, if they have one."""
-    _, ranks, _ = footprint_of(resolved, "policy")
-    size = resolved.models["policy"].parameters * resolved.dtype.itemsize / ranks / 2**30
-    line = f"value.share_base: policy and value model have one base, which saves {size:.2f} GiB"
-    return [line] if resolved.config.value.share_base else []

@@ -25,7 +25,6 @@ from splitppo.placement import place, set_sizes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.build import build_sampler, check_open_rows
-from splitppo.run.held import sharing
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
 
@@ -162,7 +161,11 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
-            *sharing(resolved),
+            *[
+                "value.share_base: one base for policy and value model saves "
+                f"{resolved.models['policy'].parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
+            ]
+            * resolved.config.value.share_base,
             *memory.table(resolved, gpu or memory.GPU),
         ]
     )

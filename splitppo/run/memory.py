@@ -271,10 +271,12 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     whole = model.parameters * resolved.dtype.itemsize
     weights = whole / size
     embedding = found.vocabulary * found.hidden
-    sync = {"gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES))}
-    if model.adapter:  # a layer's largest weight in float32, before and after
-        size = found.widest * found.hidden / resolved.dtype.itemsize**2
-        sync["merged weight"] = 8 * size
+    largest = found.widest * found.hidden / resolved.dtype.itemsize**2  # of a layer's weights
+    sync = {
+        "gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES)),
+        # in float32, before and after
+        "merged weight": 8 * largest * bool(model.adapter),
+    }
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary

@@ -61,10 +61,13 @@ class Model:
 
     @cached_property
     def trained(self) -> int:
-        """Parameters of a policy or value model that are trained."""
+        """Parameters of a policy or value model that are trained, tied ones once. Raises UserError
+        if what is frozen, or has adapters, matches nothing."""
+        model = build.build(self.config, self.kind)
+        build.freeze(model, self.frozen, f"{self.kind}.freeze")
         if self.adapter:
-            return lora.count(self.config, self.adapter)
-        return build.count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
+            lora.add(model, self.adapter)
+        return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -234,8 +237,8 @@ def _read_model(
         weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
         if probe and name != "reward":
             model = replace(model, packed=_packs(config, name, model))
-    if model.frozen or model.adapter:  # refuses what matches nothing
-        _ = model.trained
+    if model.frozen or model.adapter:
+        _ = model.trained  # refuses what matches nothing
     return model
 
 

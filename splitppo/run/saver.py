@@ -18,6 +18,7 @@ from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
     measure,
+    numbered_folder,
     read_tensors,
     step_folder,
     step_of,
@@ -43,11 +44,6 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
                     learner.model, name, tensor
                 )
     return held
-
-
-def numbered_folder(part: Path, number: int) -> Path:
-    """Where a part of a checkpoint holds the adapters of the learner of this number."""
-    return part / f"adapter_{number}" if number else part
 
 
 def load(
@@ -173,8 +169,12 @@ class Saver:
             writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
-            if self.rank == 0:
-                names += [".metadata", "state.json", *self._write_adapters(partial)]
+            names += [".metadata", "state.json"] * (self.rank == 0)
+            for number, learner in enumerate(self.learners):
+                if learner.adapter and self.rank == 0:
+                    folder = numbered_folder(partial, number)
+                    lora.save(folder, learner.model, learner.adapter, self.adapters[number])
+                    names += [str((folder / name).relative_to(partial)) for name in lora.FILES]
             own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
             dist.all_gather_object(files, own, group=self.group)
@@ -188,14 +188,3 @@ class Saver:
                 self.committed()
         except BaseException as error:
             self.error = error
-
-    def _write_adapters(self, part: Path) -> list[str]:
-        """Writes each learner's adapters as peft does, the first one's into the part itself.
-        Returns the files, as paths in it."""
-        names = []
-        for number, learner in enumerate(self.learners):
-            if learner.adapter:
-                folder = numbered_folder(part, number)
-                lora.save(folder, learner.model, learner.adapter, self.adapters[number])
-                names += [str((folder / name).relative_to(part)) for name in lora.FILES]
-        return names

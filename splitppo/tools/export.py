@@ -16,6 +16,7 @@ from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools.runs import read_columns
 
+PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model that they hold
 # in a card
 SHOWN = (
     "val/score/mean",
@@ -54,6 +55,7 @@ def export(
 
     from splitppo.models import lora
     from splitppo.models.weights import save
+    from splitppo.run.checkpoint import numbered_folder
     from splitppo.run.sources import model_folder
 
     logging.disable_progress_bar()
@@ -64,7 +66,7 @@ def export(
         if not merged and getattr(config, kind).lora.rank:
             folder.mkdir(parents=True, exist_ok=True)
             for file in lora.FILES:
-                shutil.copyfile(adapter_folder(saved, kind, number) / file, folder / file)
+                shutil.copyfile(numbered_folder(saved / PARTS[kind], number) / file, folder / file)
         else:
             model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
             save(
@@ -140,13 +142,6 @@ Settings and versions:
 """
 
 
-def adapter_folder(saved: Path, kind: str, number: int) -> Path:
-    """Where a checkpoint holds a model's adapters."""
-    from splitppo.run.saver import numbered_folder
-
-    return numbered_folder(saved / ("critic" if kind == "value" else "actor"), number)
-
-
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
     """A checkpoint's policy, or the value model of this number, on the CPU in float32, adapters
     merged. Without a checkpoint: the policy before training, or its base. Needs no process
@@ -157,7 +152,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     from splitppo.models import lora
     from splitppo.models.names import buffers_of, numbered, weights_of
     from splitppo.models.weights import fill, materialize, read_buffers
-    from splitppo.run.checkpoint import read_tensors
+    from splitppo.run.checkpoint import numbered_folder, read_tensors
     from splitppo.run.resolve import is_drawn
     from splitppo.run.sources import model_folder
 
@@ -174,7 +169,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
         base = model_folder(config, run, kind, weights=not drawn)
         fill(model, str(base), cpu, random_init=drawn, seed=config.seed + number)
         if saved and adapted:
-            lora.merge_into(model, adapter_folder(saved, kind, number))
+            lora.merge_into(model, numbered_folder(saved / PARTS[kind], number))
         return model
     materialize(model, cpu)
     if buffers_of(model):  # checkpoints don't hold them
@@ -184,7 +179,5 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     }
     # of no_dist, which asks for just that
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    read_tensors(
-        {"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True
-    )
+    read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
     return model
