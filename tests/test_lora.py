@@ -321,6 +321,15 @@ def test_a_resumed_run_is_the_same_bit_for_bit(finished, tmp_path):
         assert max(float(x.abs().max()) for name, x in one.items() if "lora_B" in name) > 1e-4
 
 
+def test_the_reference_is_no_second_model(finished):
+    _, _, run = finished
+    assert "reference" not in json.loads((run / "resolved.json").read_text())["models"]
+    drift = [
+        line["actor/ref_kl"] for _, line in sorted(figures(run, "actor").items()) if line["step"]
+    ]
+    assert drift[0] == 0 < drift[-1]
+
+
 def test_a_checkpoint_is_small_and_peft_loads_it(finished, tmp_path, capsys):
     """Adapters and head alone; exports, too."""
     _, _, run = finished
@@ -332,6 +341,8 @@ def test_a_checkpoint_is_small_and_peft_loads_it(finished, tmp_path, capsys):
     for kind, role in (("policy", "actor"), ("value", "critic")):
         names = {re.sub(r"\d+", "0", name) for name in load_file(saved / role / lora.WEIGHTS)}
         assert all("lora_" in name or name.startswith("base_model.model.score.") for name in names)
+        held = checkpoint.TensorReader(saved / role).read_metadata().state_dict_metadata
+        assert {name for name in held if "lora_" not in name and ".score." not in name} == set()
         for file in lora.FILES:
             assert (out / kind / file).read_bytes() == (saved / role / file).read_bytes()
         ours = load_model(config, run, kind, saved)
@@ -394,7 +405,7 @@ ADAPTER = "--policy.lora.path={adapter}"
 WRONG: dict[str, list[str]] = {
     "policy.lora.rank=-1 must be at least 0; 0 turns it off": ["--policy.lora.rank=-1"],
     "policy.lora.alpha=0 must be above 0": [BOTH[0], "--policy.lora.alpha=0"],
-    "policy.lora.targets=nope matches no linear layer of type 'llama'; their names are like model": [
+    "policy.lora.targets=nope matches no linear layer of type 'llama'; their names are like": [
         BOTH[0],
         "--policy.lora.targets=nope",
     ],
