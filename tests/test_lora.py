@@ -167,8 +167,8 @@ def test_with_windows(inputs, tmp_path):
     }
     seen = run(inputs, tmp_path, 2, odd="exact", placement__actor=1, **options)
     adapters = {"policy": begun(inputs / "policy", "policy", LoraConfig(RANK))}
-    hyper = {"old_logprobs": "engine"}
-    compare(seen, reference(inputs, seen, window=WINDOW, adapters=adapters, **hyper))
+    due = reference(inputs, seen, window=WINDOW, adapters=adapters, old_logprobs="engine")
+    compare(seen, due)
 
 
 def episodes() -> list[Episode]:
@@ -218,11 +218,11 @@ def load_plain(folder: Path, kind: Any, dtype: Any = torch.float32, packed: bool
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_off_are_the_base_bit_for_bit(inputs, dtype):
     model, _ = lora_model(inputs / "policy", "policy", LoraConfig(RANK), dtype)
-    randomize(model)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)  # as fully_shard gathers it
     due = outputs(load_plain(inputs / "policy", "policy", dtype), "policy")
-    adapted = outputs(model, "policy")
+    assert torch.equal(outputs(model, "policy"), due), "it does not begin as its base"
+    adapted = outputs(randomize(model), "policy")
     with adapters_off(model):
         assert torch.equal(outputs(model, "policy"), due)
     assert torch.equal(outputs(model, "policy"), adapted)

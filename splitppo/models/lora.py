@@ -8,6 +8,7 @@ is on. In a tensor-parallel set, A is cut as W is by its inputs, B as W is by it
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def import_peft(setting: str) -> Any:
     return peft
 
 
-def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
     """W + scale B A in float32, a new tensor."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
 
@@ -153,7 +154,7 @@ def gather_merged(
     exact = torch.promote_types(dtype, dtypes[0]) if dtypes else dtype
     for name, weight in gather_full(model, named, exact):
         pair = [full[part] for part in adapter.pair(name) if part in full]
-        yield name, (merge(weight, *pair, scale) if pair else weight).to(dtype)
+        yield name, (merge(weight, *pair, scale=scale) if pair else weight).to(dtype)
 
 
 def peft_name(name: str) -> str:
@@ -163,7 +164,7 @@ def peft_name(name: str) -> str:
 
 def gather_trained(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
     """The whole adapters and head, by peft's names, in host memory; all ranks call it."""
-    found = gather_full(model, dict(adapter.trained(model)), torch.float32)
+    found = gather_full(model, adapter.trained(model), torch.float32)
     return {peft_name(name): tensor.cpu().clone() for name, tensor in found}
 
 
@@ -172,12 +173,15 @@ def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str,
     identifies the base is in the metadata of the weights."""
     layers = targets(model, adapter)
     ends = sorted({layer.rpartition(".")[2] for layer in layers})
+    # the folders of this machine are nobody's business
+    base, _, revision = adapter.base.partition("@")
     settings = import_peft("an adapter").LoraConfig(
         r=adapter.settings.rank,
         lora_alpha=adapter.alpha,
         target_modules=layers if adapter.settings.targets else ends,
         modules_to_save=["score"] if adapter.kind == "value" else None,
-        base_model_name_or_path=adapter.base,
+        base_model_name_or_path=os.path.basename(base) if os.path.isabs(base) else base,
+        revision=revision or None,
         inference_mode=True,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,6 +265,6 @@ def merge_into(model: nn.Module, folder: Path) -> None:
         layer = peft_name(name).removesuffix("weight")
         if f"{layer}lora_A.weight" in there:
             pair = (stored.get_tensor(f"{layer}lora_{part}.weight") for part in "AB")
-            weight.copy_(merge(weight, *pair, scale))
+            weight.copy_(merge(weight, *pair, scale=scale))
         elif peft_name(name) in there:
             weight.copy_(stored.get_tensor(peft_name(name)))

@@ -1,6 +1,6 @@
 """One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -98,7 +98,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def gather_full(
-    model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
+    model: nn.Module, named: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded.
     One message carries them all, or one a mesh; all ranks call it. Tensors may share memory with
