@@ -35,6 +35,7 @@ from splitppo.models.weights import fill
 from splitppo.placement import place
 from splitppo.rollout import Episode, episode_of
 from splitppo.run import checkpoint
+from splitppo.run import main as run_main
 from splitppo.tools.export import export, load_model
 
 peft = pytest.importorskip("peft")
@@ -445,7 +446,10 @@ WRONG: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys):
+def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys, monkeypatch):
+    """Before a process group is made, and in the dry run."""
+    monkeypatch.setattr(run_main, "Runtime", None)
+    monkeypatch.chdir(tmp_path)
     dora = tmp_path / "dora"
     dora.mkdir()
     settings = {"r": 3, "lora_alpha": 3, "use_dora": True}
@@ -462,8 +466,10 @@ def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys):
         "dora": dora,
     }
     argv = [flag.format(**names) for flag in WRONG[said]]
-    assert train.main([*argv, "--dry-run", "--compute.device=cpu"]) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.strip().splitlines()
-    assert line.startswith("error: ")
-    assert said.format(**names) in line
+    dry = ["--dry-run", "--compute.device=cpu"]
+    for more in [dry] if "--world-size=2" in argv else [dry, dry[1:]]:
+        assert train.main([*argv, *more]) == 2
+        printed = capsys.readouterr()
+        (line,) = printed.err.strip().splitlines()
+        assert line.startswith("error: ")
+        assert said.format(**names) in line
