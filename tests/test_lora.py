@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -371,6 +372,20 @@ def of_row(model: Any, row: Episode, kind: str) -> torch.Tensor:
     if kind == "value":
         return logits[:, 0]
     return logits.log_softmax(-1).gather(-1, row.ids.long()[-n:, None])[:, 0]
+
+
+def test_a_run_goes_on_with_two_bases_under_another_placement(finished, tmp_path):
+    _, argv, done = finished
+    argv = [flag for flag in argv if "share" not in flag and "mode" not in flag][:-1]
+    shared = ["--placement.mode=colocated", "--value.share-base"]
+    found = []
+    for world, more in ((1, shared), (2, ["--value.no-share-base"])):
+        folder = tmp_path / str(world)
+        shutil.copytree(done, folder)
+        run_ranks(world, main_rank, [*argv, *more, f"--run-dir={folder}", "--steps=5"])
+        found.append([figures(folder, role) for role in checkpoint.ROLES])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize(
