@@ -306,7 +306,9 @@ def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     found, _, cut = footprint_of(resolved, name)
     rows = -(-resolved.config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
     tokens, _ = _tokens(resolved, name, rows)
-    states = tokens * 3 * (found.widest / cut + found.hidden)
+    # with adapters, a layer's outputs are the sum of two
+    wide = 3 + bool(resolved.models[name].adapter)
+    states = tokens * (wide * found.widest / cut + 3 * found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
     return {
         "gathered weights": (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize,
@@ -343,18 +345,19 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     again = 0.0
     if config.compute.activation_checkpointing:
         kept, again = found.hidden, kept
+    whole_model = not model.adapter  # else the gradients of adapters are small
     # the gradient of the output layer's weights
-    head = 0 if model.adapter else found.vocabulary * found.hidden
+    head = found.vocabulary * found.hidden * whole_model
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
     layer = 2 * found.layer * width / cut
-    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer
+    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer * whole_model
     gathered = found.root * width + layer
     gradients = model.trained * 4 / shards
     if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
         gathered = held * width
         gradients = held * 4 * model.trained / model.parameters
-    reduced = 0 if model.adapter else found.root * (8 if shards == 1 else width + 4)
+    reduced = found.root * (8 if shards == 1 else width + 4) * whole_model
     first = {
         "gathered weights": gathered,
         f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),

@@ -52,6 +52,9 @@ SETTINGS = {
         "checkpointing": ["--compute.activation-checkpointing"],
         "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
         "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
+        "adapters over one base": (
+            "--policy.lora.rank=8 --value.lora.rank=8 --value.share-base".split()
+        ),
     },
     2: {
         "sharded, whole mini-batches": (
@@ -111,7 +114,7 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
 
 
 def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
-    """Five settings: the highest phase within a tenth on each rank, and so each update."""
+    """Six settings: the highest phase within a tenth on each rank, and so each update."""
     flags = write_inputs(tmp_path)
     for world, settings in SETTINGS.items():
         for found in run_ranks(
