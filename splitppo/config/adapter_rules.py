@@ -55,9 +55,4 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
             f"{shares} with sets of {sets['policy']} ranks for the policy and {sets['value']} for "
             "the value model: one base is cut one way; leave value.tensor_parallel unset",
         ),
-        (
-            value.share_base and config.placement.mode in ("per_node", "by_node"),
-            f"{shares} with placement.mode={config.placement.mode}: policy and value model are on "
-            "different ranks; use placement.mode=colocated",
-        ),
     ]

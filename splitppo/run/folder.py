@@ -31,7 +31,8 @@ from splitppo.run.sources import absolute
 # settings that may change when a run resumes. What the longest prompt changes, the prompts show
 FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
-    r"|value\.share_base|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
+    r"|value\.share_base"
+    r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
     r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"

@@ -161,11 +161,12 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
-            *[
+            *(
                 "value.share_base: one base for policy and value model saves "
-                f"{resolved.models['policy'].parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
-            ]
-            * resolved.config.value.share_base,
+                f"{model.parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
+                for name, model in resolved.models.items()
+                if name == "value" and resolved.config.value.share_base
+            ),
             *memory.table(resolved, gpu or memory.GPU),
         ]
     )

@@ -206,17 +206,18 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     )
     movable = not (resolved.placement.colocated or stays)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
+    shared = config.value.share_base  # such a base stays on the device
     value = replace(config.value, share_base=True)
     shareable = not any(wrong for wrong, _ in of_adapters(replace(config, value=value)))
     found: list[tuple[str, str, Any, bool]] = [
         ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
         ("compute", "activation_checkpointing", True, True),
-        ("value", "share_base", True, resolved.placement.colocated and shareable),
+        ("value", "share_base", True, resolved.placement.colocated and shareable and not shared),
         ("placement", "reference", other, movable),
         ("reference", "offload", True, True),
         ("reward", "model_offload", True, True),
         *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
-        *((model, "offload", "all", more[model] == "all") for model in more),
+        *((model, "offload", "all", more[model] == "all" and not shared) for model in more),
         ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
         ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
     ]
