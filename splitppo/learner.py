@@ -1,7 +1,9 @@
 """A model on one group: sharded forward passes, PPO updates, full weights for the engine."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from splitppo import algo
 from splitppo.config import Config, Offload, OptimConfig
+from splitppo.models import lora
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import (
     ROUND,
@@ -21,7 +24,7 @@ from splitppo.models.batching import (
     micro_batch,
     to_device,
 )
-from splitppo.models.names import buffers_of, weights_of
+from splitppo.models.names import ADAPTER, buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
@@ -45,6 +48,8 @@ class Learner:
         gather_once: gather weights and reduce gradients once per mini-batch, not once per
             micro-batch.
         offload: what is in host memory while it is not needed, as in `policy.offload`.
+        adapter: which adapters of the model are trained, if it has any. The base may be another
+            learner's, too.
     """
 
     def __init__(
@@ -57,14 +62,16 @@ class Learner:
         aggregate: algo.Aggregate,
         gather_once: bool = False,
         offload: Offload = "none",
+        adapter: lora.Adapter | None = None,
     ):
         self.model = model
+        self.adapter = adapter
         self.runner = runner
         self.optim = optim
         self.steps = steps
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in self.own().values() if p.requires_grad]
         # some versions of torch run the fused kernel on one mesh only
         alike: dict[Any, list[nn.Parameter]] = {}
         for p in sorted(trained, key=lambda p: p.ndim < 2):
@@ -183,12 +190,16 @@ class Learner:
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 
+    def own(self) -> dict[str, nn.Parameter]:
+        """The model's weights, by Hugging Face name, as they are now: sharded or gathered."""
+        return self.adapter.own(self.model) if self.adapter else weights_of(self.model)
+
     def sharded(self) -> dict[str, nn.Parameter]:
         """This rank's shards of the weights, by Hugging Face name, on the device."""
         self.shards.fetch()
         # a forward without a backward leaves the root's weights gathered
         cast(FSDPModule, self.model).reshard()
-        return weights_of(self.model)
+        return self.own()
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Fills a weight, by Hugging Face name, with a number `[]`."""
@@ -208,16 +219,20 @@ class Learner:
             )
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The full weights and persistent buffers, by Hugging Face name. All ranks of the group
-        must consume them. A tensor may be a view of the weight, and is valid until the next one is
-        asked for. In the end the weights' memory is released."""
+        """The full weights, with adapters merged into them, and persistent buffers, by Hugging Face
+        name. All ranks of the group must consume them. A tensor may be a view of the weight, and is
+        valid until the next one is asked for. In the end the weights' memory is released."""
+        own = self.adapter
+        gather = partial(lora.gather_merged, adapter=own) if own else gather_full
         named: dict[str, Tensor] = {}
         for name, parameter in self.sharded().items():
+            if re.search(ADAPTER, name):
+                continue
             named[name] = parameter
             if sum(weight.numel() for weight in named.values()) * dtype.itemsize >= GATHER_BYTES:
-                yield from gather_full(self.model, named, dtype)
+                yield from gather(self.model, named, dtype)
                 named = {}
-        yield from gather_full(self.model, named, dtype)
+        yield from gather(self.model, named, dtype)
         yield from ((name, buffer.to(dtype)) for name, buffer in buffers_of(self.model).items())
         self.release_memory(changed=False)
 
@@ -252,7 +267,7 @@ class Learner:
         mean = all_tokens / group.dp_size
         if not all_run:
             return {}
-        size = sum(parameter.numel() for parameter in self.model.parameters())
+        size = sum(parameter.numel() for parameter in self.own().values())
         return {
             "padding": 1 - all_tokens / all_run,
             "imbalance": most / mean - 1,

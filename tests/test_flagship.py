@@ -17,10 +17,11 @@ import pytest
 import torch
 from devices import gpus
 from ranks import run_ranks
-from reference_ppo import Hyper, Row, Step, reference_ppo, windows
+from reference_ppo import ADAPTERS_ALONE, Hyper, Row, Step, adapt, merged, reference_ppo, windows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import actor, critic, train
+from splitppo.models.sharding import gather_full
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import StepPlan, own
 
@@ -152,8 +153,10 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         weights = {
             name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)
         }
+        held = parts(self.policy)
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "policy.pt")
+            torch.save(held, record / "policy_parts.pt")
         return metrics
 
     def critic_update(self, plan, scored, returns):
@@ -169,8 +172,10 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
             for i, learner in enumerate(self.learners)
             for name, weight in learner.weights(torch.float32)
         }
+        held = [parts(learner) for learner in self.learners]
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "value.pt")
+            torch.save(dict(enumerate(held)).get(0, {}), record / "value_parts.pt")
         return metrics
 
     def critic_score(self, step, rollout, pending):
@@ -186,6 +191,14 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         setattr(owner, name, wrapper)
     if train.main(argv) != 0:
         raise RuntimeError("the run failed")
+
+
+def parts(learner: Any) -> dict[str, torch.Tensor]:
+    """The weights of a learner with adapters as it holds them: base, adapters, head."""
+    if not learner.adapter:
+        return {}
+    held = gather_full(learner.model, dict(learner.sharded()), torch.float32)
+    return {name: weight.cpu().clone() for name, weight in held}
 
 
 def run(
@@ -212,6 +225,8 @@ def run(
         "scores": [merged("scores", step) for step in range(1, STEPS + 1)],
         "policy": torch.load(record / "policy.pt"),
         "value": torch.load(record / "value.pt"),
+        "policy_parts": torch.load(record / "policy_parts.pt"),
+        "value_parts": torch.load(record / "value_parts.pt"),
         "actor": [line["optimizer_steps"] for line in lines("actor")],
         "critic": [line["optimizer_steps"] for line in lines("critic")],
         "lines": lines("actor") + lines("critic"),
@@ -231,25 +246,31 @@ def reference(
     head: str = "normal",
     window: int = 0,
     heard: Callable[[Row], Row] = lambda row: row,
+    adapters: dict | None = None,
+    value_base: str = "value",
     **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
-    score. `heard` adds what an environment says to what was sampled. With a `window` the reference
-    finds out by itself in which step a row ends, and what its log-probs were when it was
+    score. `heard` adds what an environment says to what was sampled. `adapters`: model -> (layer ->
+    its adapters as they begin, alpha); `value_base`: folder of the value model. With a `window` the
+    reference finds out by itself in which step a row ends, and what its log-probs were when it was
     sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
-    config = AutoConfig.from_pretrained(inputs / "value", num_labels=1)
+    config = AutoConfig.from_pretrained(inputs / value_base, num_labels=1)
     config.classifier_dropout = 0.0
     if value_layers:
         config.num_hidden_layers = value_layers
     values = []
     for number in range(ensemble):
         value = AutoModelForTokenClassification.from_pretrained(
-            inputs / "value", config=config, dtype=torch.float32
+            inputs / value_base, config=config, dtype=torch.float32
         )
         value.load_state_dict(fresh_head(inputs, number, head), strict=False)
         values.append(value.eval())
+    for kind, how in (adapters or {}).items():
+        adapt(policy if kind == "policy" else values[0], *how)
+        changes[f"{kind}_frozen"] = ADAPTERS_ALONE
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
@@ -300,13 +321,14 @@ def reference(
     weights = {
         f"{i}.{name}": weight
         for i, value in enumerate(values)
-        for name, weight in value.state_dict().items()
+        for name, weight in merged(value).items()
     }
     return {
         "results": results,
-        "policy": policy.state_dict(),
+        "policy": merged(policy),
         "value": weights,
         "steps": made_windows,
+        "models": {"policy": policy, "value": values[0] if values else None},
     }
 
 

@@ -18,6 +18,7 @@ from splitppo.config.algorithm import (
     RolloutConfig,
     ValueConfig,
 )
+from splitppo.config.algorithm import LoraConfig as LoraConfig
 from splitppo.config.algorithm import Offload as Offload
 from splitppo.config.algorithm import OptimConfig as OptimConfig
 
@@ -213,6 +214,17 @@ class Config:
     def has_env(self) -> bool:
         """Whether rows have turns: an environment or tools answer them."""
         return bool(self.environment.path or self.env.tools)
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the run needs a reference."""
+        return self.ppo.kl_coef > 0 or self.ppo.kl_loss_coef > 0
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the policy with its adapters off: no model of its own."""
+        own = self.reference.path or self.placement.reference == "critic"
+        return self.has_kl and self.policy.lora.rank > 0 and not own
 
     @property
     def value_models(self) -> int:

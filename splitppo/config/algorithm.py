@@ -32,6 +32,24 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank are trained, and the model itself is not (LoRA, arXiv:2106.09685). Needs
+    `splitppo[lora]`."""
+
+    rank: int = 0
+    """Rank of the adapters. 0: no LoRA, the model is trained. Above 0 an unset learning rate is ten
+    times the default."""
+    alpha: int | None = None
+    """Scale of the adapters, times `rank`. Unset: the rank, so that the scale is 1."""
+    targets: tuple[str, ...] = ()
+    """Linear layers with adapters: names such as `q_proj`, or regular expressions that are searched
+    in a layer's Hugging Face name. Empty: all linear layers but the output layer."""
+    path: str | None = None
+    """Folder of an adapter to start from, as peft or a checkpoint of a run has it. Unset: B is 0,
+    so the model starts as its base."""
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """The policy: any Hugging Face causal language model."""
 
@@ -52,6 +70,7 @@ class PolicyConfig:
     """What is in pinned host memory while it is not needed: `none`; `optimizer`: AdamW's moments;
     `all`: the weights' shards, too. `auto`: in a colocated run what makes it fit, by the estimated
     memory, else none. Changes no result."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
 
 
@@ -61,7 +80,8 @@ class ReferenceConfig:
     above 0."""
 
     path: str | None = None
-    """Folder or hub name of the reference model. Unset: the policy before training."""
+    """Folder or hub name of the reference model. Unset: the policy before training; with LoRA its
+    base, which then takes no memory of its own where the actor group holds the reference."""
     offload: bool = False
     """Keep the reference's shards in pinned host memory between uses."""
     tensor_parallel: int | None = None
@@ -104,6 +124,9 @@ class ValueConfig:
     fresh rows. 0: never."""
     offload: Offload = "auto"
     """As `policy.offload`."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    share_base: bool = False
+    """Hold one base for policy and value model, which both have LoRA, in a colocated run."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-5))
 
 

@@ -20,6 +20,7 @@ from splitppo.errors import UserError, check_text
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = (
     *("run_dir", "resume", "policy.path", "reference.path", "value.path", "reward.model"),
+    *("policy.lora.path", "value.lora.path"),
     *("data.files", "data.validation_files", "rollout.lengths"),
     *("reward.function", "reward.validation", "env.path", "env.tools"),
 )
@@ -28,6 +29,7 @@ ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
     r"|.*\.tensor_parallel|(policy|value)\.offload"
 )
+LORA_RATE = 10  # learning rates with LoRA, by those without, where none is set (docs/lora.md)
 # defaults of the embedded model, which needs larger learning rates
 TINY = str(Path(__file__).with_name("tiny.toml"))
 
@@ -106,9 +108,16 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
 
 def _read(given: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
+    flags = given
     if _value_of("--policy.path", given) in (None, "tiny"):
-        given = [*_flags(_used(toml.read_preset(TINY), given)), *given]
-    return read_flags(Config, "splitppo.train", given)
+        flags = [*_flags(_used(toml.read_preset(TINY), given)), *given]
+    config = read_flags(Config, "splitppo.train", flags)
+    for name in ("policy", "value"):
+        model = getattr(config, name)
+        if model.lora.rank > 0 and _value_of(f"--{name}.optim.lr", given) is None:
+            optim = replace(model.optim, lr=float(f"{LORA_RATE * model.optim.lr:g}"))
+            config = replace(config, **{name: replace(model, optim=optim)})
+    return config
 
 
 def _used(preset: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:

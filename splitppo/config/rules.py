@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config
+from splitppo.config.adapter_rules import of_adapters
 from splitppo.config.env_rules import of_environments
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
@@ -31,13 +32,18 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "must be at least 0; it is subtracted",
         "reward.missing_eos_penalty reward.overlong_penalty",
     ),
-    (lambda v: v >= 0, "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
+    (
+        lambda v: v >= 0,
+        "must be at least 0; 0 turns it off",
+        "rollout.top_k rollout.window policy.lora.rank value.lora.rank",
+    ),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (
         lambda v: v > 0,
         "must be above 0",
-        """env.timeout policy.optim.eps ppo.clip_high ppo.clip_low ppo.importance_cap
-        ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout value.optim.eps""",
+        """env.timeout policy.lora.alpha policy.optim.eps ppo.clip_high ppo.clip_low
+        ppo.importance_cap ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout
+        value.lora.alpha value.optim.eps""",
     ),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
     (lambda v: v >= 1e-3, "must be at least 0.001, or logits overflow", "rollout.temperature"),
@@ -105,9 +111,9 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    for part in (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic):
-        for message in (said for is_wrong, said in part(config) if is_wrong):
-            raise UserError(message)
+    parts = (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic, of_adapters)
+    for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
+        raise UserError(message)
 
 
 def _check_size(name: str, number: Any) -> None:

@@ -24,9 +24,10 @@ from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
-from splitppo.models.heads import PolicyModel, ValueModel
+from splitppo.models.heads import PolicyModel, SharedModel, ValueModel
 
-Kind = Literal["policy", "value", "reward"]
+# `both`: policy and value model over one body
+Kind = Literal["policy", "value", "reward", "both"]
 CAUSAL = "AutoModelForCausalLM"
 SCORING = "AutoModelForSequenceClassification"
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
@@ -54,8 +55,9 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     if (Path(folder) / "adapter_config.json").is_file():
         raise folder_error(
             folder,
-            "a LoRA adapter; this version trains and reads whole models",
-            "merge it into its base (peft's merge_and_unload) and save that",
+            "a LoRA adapter; this setting names a whole model",
+            "name its base, and start from the adapter with --policy.lora.path, or merge it into "
+            "its base (peft's merge_and_unload) and save that",
         )
     if not (Path(folder) / "config.json").is_file():
         raise folder_error(
@@ -235,14 +237,15 @@ def build(
             *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
         # the head of a value model has another name in some families
-        head = [WeightRenaming(r"^classifier\.", "score.")] if kind == "value" else []
+        head = [WeightRenaming(r"^classifier\.", "score.")] if kind in ("value", "both") else []
         names = [*get_model_conversion_mapping(model), *head], ignored
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(
                     f"{type(model).__name__} has no body apart from its head; use another model"
                 )
-            model = (ValueModel if kind == "value" else PolicyModel)(model.eval())
+            made = {"policy": PolicyModel, "value": ValueModel, "both": SharedModel}
+            model = made[kind](model.eval())
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
@@ -278,13 +281,6 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):
         raise UserError(f"{setting}={' '.join(parts)} leaves no weight to train; name fewer")
-
-
-def count_trained(config: PretrainedConfig, kind: Kind, parts: Sequence[str], setting: str) -> int:
-    """A model's parameters that are trained, tied ones once. Raises UserError as `freeze` does."""
-    model = build(config, kind)
-    freeze(model, parts, setting)
-    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def on_meta() -> RemovableHandle:

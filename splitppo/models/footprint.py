@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PretrainedConfig
 
+from splitppo.models import lora
 from splitppo.models.build import Kind, build, shorten
 from splitppo.models.tensor import transformer_layers
 
@@ -39,12 +40,20 @@ class Footprint:
 
 
 def footprint(
-    config: PretrainedConfig, kind: Kind, dtype: torch.dtype, *, compiled: bool
+    config: PretrainedConfig,
+    kind: Kind,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    adapter: lora.Adapter | None = None,
 ) -> Footprint:
-    """Of a model that runs in `dtype`. In lower precision, compiled layers make again what no
-    matrix product needs."""
+    """Of a model that runs in `dtype`, perhaps with adapters. In lower precision, compiled layers
+    make again what no matrix product needs."""
     whole = config.num_hidden_layers
     model: Any = build(shorten(config, min(whole, TRACED_LAYERS), ""), kind, dtype).to("meta")
+    if adapter:
+        lora.add(model, adapter)
+        model.to(dtype)
     layers = transformer_layers(model)
     hidden = config.hidden_size * dtype.itemsize
     # what autograd keeps; what modules without parts, as norms, read

@@ -1,11 +1,12 @@
 """The policy, the value model, and what the learners compute at the response tokens: log-probs,
 entropies, values. Logits are never kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,44 @@ class ValueModel(nn.Module):
         """`[N, 1]` values, or their logits, of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
         return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
+
+
+class SharedModel(PolicyModel):
+    """Policy and value model over one body, each with adapters of its own (lora.py). With tokens to
+    measure it is the policy, without any the value model."""
+
+    float32 = ValueModel.float32
+
+    def __init__(self, causal: Any):
+        super().__init__(causal)
+        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
+
+    def forward(self, at: Tensor, *measured: Any, **inputs: Any) -> Any:
+        """As `PolicyModel.forward` or `ValueModel.forward`."""
+        for layer in adapted_layers(self):
+            layer._active_adapter = ["policy" if measured else "value"]
+        if measured:
+            return super().forward(at, *measured, **inputs)
+        return ValueModel.forward(cast(Any, self), at, **inputs)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While the context is open, a model with adapters is its base."""
+    layers = adapted_layers(model)
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """The modules in which peft has put adapters beside a linear layer. Its methods that turn them
+    on or off would change what requires a gradient; flags alone don't."""
+    return [module for module in model.modules() if "lora_A" in module._modules]
 
 
 class _States:

@@ -15,12 +15,14 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from splitppo.models.build import folder_error
 
 HEAD = ("score.weight", "score.bias")  # of a value model
+# in the name of an adapter's weight (lora.py): which of its two matrices, and whose it is
+ADAPTER = r"\.lora_([AB])\.(policy|value)\."
 
 
 def outside(path: str) -> str:
-    """The name of a parameter or buffer, without what checkpointing and compilation add to its
-    path."""
-    return path.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    """The name of a parameter or buffer, without what checkpointing, compilation and adapters add
+    to its path."""
+    return re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.|\.base_layer\b", "", path)
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -20,7 +20,7 @@ from splitppo.models.batching import (
     micro_batch,
     partition,
 )
-from splitppo.models.heads import PolicyOutputs
+from splitppo.models.heads import PolicyOutputs, adapters_off
 from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.tensor import parts_of
 from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors
@@ -115,12 +115,20 @@ def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
 
 class Frozen:
     """A sharded model that runs and is never trained. With `offload`, its shards are in host memory
-    between uses."""
+    between uses. `shards`: those of a learner that has the same model."""
 
-    def __init__(self, model: nn.Module, runner: Runner, *, offload: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: Runner,
+        *,
+        offload: bool = False,
+        shards: Offloaded | None = None,
+    ):
         self.model = model
         self.runner = runner
-        self.shards = HostShards(model, runner.device) if offload else Offloaded()
+        own = HostShards(model, runner.device) if offload else Offloaded()
+        self.shards = shards or own
         self.release_memory()
 
     def run(self, episodes: Sequence[Episode], outputs: Outputs, *, fields: int) -> Tensor:
@@ -140,13 +148,23 @@ class Frozen:
 
 
 class Reference(Frozen):
-    """The frozen model of the KL penalty; `outputs` are the policy's."""
+    """The frozen model of the KL penalty; `outputs` are the policy's. It may be the policy with its
+    adapters off (lora.py)."""
 
-    def __init__(self, model: nn.Module, runner: Runner, outputs: PolicyOutputs, *, offload: bool):
-        super().__init__(model, runner, offload=offload)
+    def __init__(
+        self,
+        model: nn.Module,
+        runner: Runner,
+        outputs: PolicyOutputs,
+        *,
+        offload: bool = False,
+        shards: Offloaded | None = None,
+    ):
+        super().__init__(model, runner, offload=offload, shards=shards)
         self.outputs = partial(outputs, entropy=False)
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
         without rows."""
-        return self.run(rollout.episodes, self.outputs, fields=2)
+        with adapters_off(self.model):
+            return self.run(rollout.episodes, self.outputs, fields=2)

@@ -1,6 +1,6 @@
 """One model on several ranks: fully_shard, gathered weights, the shard of a rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ def parallelize(
     activation_checkpointing: bool,
     compiled: bool = False,
     tensor: TensorSet | None = None,
+    adapt: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Prepares a model on the meta device for a group, in place: activation checkpointing,
     compilation, fully_shard. Weights are sharded over the mesh's last axis, and replicated over the
@@ -40,10 +41,13 @@ def parallelize(
 
     With a `tensor` set, layers are cut over the set, and each part is sharded over the set's
     `line`. What is not cut (embeddings, output layer) is sharded over `mesh`, all ranks: these have
-    the same gradient on all ranks of a set."""
+    the same gradient on all ranks of a set. `adapt` may then add modules to the layers; weights
+    that are not trained may have another precision."""
     cast(Any, model).mesh = mesh
     if tensor:
         cut_layers(model, tensor.size, tensor)
+    if adapt:
+        adapt(model)
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
@@ -94,7 +98,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def gather_full(
-    model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
+    model: nn.Module, named: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
     """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded.
     One message carries them all, or one a mesh; all ranks call it. Tensors may share memory with

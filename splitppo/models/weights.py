@@ -20,8 +20,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from splitppo.errors import UserError
 from splitppo.models.build import SCALE, Kind, build, check_type, folder_error, on_meta
-from splitppo.models.heads import ValueModel
+from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
+    ADAPTER,
     HEAD,
     buffers_of,
     of_classifier,
@@ -33,6 +34,7 @@ from splitppo.models.names import (
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 
+HEADED = (ValueModel, SharedModel)  # with a scalar head
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # a model's kind -> architectures in config.json that are another kind's, what they are, what to do
 OTHERS = {
@@ -92,8 +94,12 @@ def fill(
             value = weights.read(name, bounds(model, name, parameter))
         else:
             of_head = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
-            own_head = isinstance(model, ValueModel) and name in HEAD
+            own_head = isinstance(model, HEADED) and name in HEAD
             std = of_head if own_head else getattr(model.config, "initializer_range", 0.02)
+            if adapter := re.search(ADAPTER, name):
+                # of A as in peft, by the whole weight's inputs; B is 0
+                inputs = described(model, name, parameter).shape[-1]
+                std = (3 * inputs) ** -0.5 if adapter[1] == "A" else 0.0
             value = _draw(model, name, parameter, seed, std)
         with torch.no_grad():
             local(parameter).copy_(value)
@@ -226,11 +232,11 @@ class _Weights:
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
         or unexpected."""
-        optional = {*self.buffers, *(HEAD if isinstance(self.model, ValueModel) else ())}
+        optional = {*self.buffers, *(HEAD if isinstance(self.model, HEADED) else ())}
         for name, tensor in (self.parameters | self.buffers).items():
             if name in self.sources:
                 self._check_stored(name, [*described(self.model, name, tensor).shape])
-            elif name not in optional:
+            elif name not in optional and not re.search(ADAPTER, name):
                 raise folder_error(
                     self.folder,
                     f"no weight {name} in its safetensors",

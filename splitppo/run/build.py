@@ -1,7 +1,6 @@
 """Builds the parts of a run from its resolved configuration: models, actor, critic, channels."""
 
 import functools
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -25,72 +24,18 @@ from splitppo.errors import say
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
-from splitppo.models import build, sharding, weights
+from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Role, StepPlan, data_parallel, own
+from splitppo.placement import Role
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
-from splitppo.run.files import read_file, write_rows
+from splitppo.run.files import write_rows
 from splitppo.run.resolve import Model, Resolved
-from splitppo.sampler import Sampler
+from splitppo.run.rows import build_sampler
 from splitppo.validation import Validator
-
-
-def build_sampler(
-    resolved: Resolved, training: data.PromptSet, player: Player | None = None
-) -> Sampler:
-    """The rows of all slots, from the training prompts."""
-    config = resolved.config
-    rollout = config.rollout
-    prompts = training.prompts
-    index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
-    return Sampler(
-        rollout.batch_size,
-        lambda row: prompts[index(row // rollout.samples)],
-        limit=rollout.max_new_tokens,
-        context=rollout.max_context,
-        window=rollout.window,
-        lengths=data.read_lengths(rollout),
-        player=player,
-    )
-
-
-def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
-    """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
-    depends on the open rows: rank 0, an actor, tells all others over the store how long they
-    are."""
-    config = resolved.config
-    rollout = config.rollout
-    sizes = data_parallel(config, resolved.placement)
-    contexts: list[int] = []
-    if rollout.window and sizes["actor"] > 1:
-        contexts = json.loads(
-            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
-        )
-        # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
-        runtime.store.delete_key(f"contexts/{step - 3}")
-    return own(
-        seed=config.seed,
-        step=step,
-        batch_size=rollout.batch_size,
-        samples=rollout.samples,
-        mini_batches=config.ppo.mini_batches,
-        sizes=sizes,
-        contexts=contexts,
-    )
-
-
-def check_open_rows(sampler: Sampler, found: Path | None) -> None:
-    """Raises UserError if rows of this checkpoint go on, and can't in this run."""
-    if found:
-        read_file(
-            found / "actor" / "state.json",
-            lambda text: sampler.load_state(json.loads(text).get("open", ())),
-            f"remove {found}",
-        )
 
 
 class Builder:
@@ -111,6 +56,8 @@ class Builder:
         self.runtime = runtime
         self.folder = folder
         self.engine_process = engine
+        # policy and value model over one base, if they share it
+        self.shared: torch.nn.Module | None = None
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
         turns = turns_of(self.config, resolved.tokenizer)
@@ -133,11 +80,12 @@ class Builder:
         engine = self._engine()
         self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
+            policy = self._learner("policy", runner)
             actor = Actor(
                 self.context,
-                self._learner("policy", runner),
+                policy,
                 self.outputs,
-                self._reference("actor", runner),
+                self._reference("actor", runner, policy),
                 engine,
                 self.sampler,
                 engine_dtype=self.resolved.dtype,
@@ -294,9 +242,14 @@ class Builder:
             steps=self.config.steps,
             aggregate=self.config.ppo.aggregate,
             gather_once=self.config.compute.gather == "mini_batch",
+            adapter=self.resolved.models[name].adapter,
         )
 
-    def _reference(self, role: Role, runner: Runner) -> Reference | None:
+    def _reference(
+        self, role: Role, runner: Runner, policy: Learner | None = None
+    ) -> Reference | None:
+        if policy and self.config.base_is_reference:
+            return Reference(policy.model, runner, self.outputs, shards=policy.shards)
         if "reference" not in self.resolved.models or self.resolved.role_of("reference") != role:
             return None
         return Reference(
@@ -346,16 +299,23 @@ class Builder:
         )
 
     def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:
-        """Builds, shards and fills a model; `number` counts in an ensemble."""
+        """Builds, shards and fills a model; `number` counts in an ensemble. With one base for both,
+        the value model is the policy's."""
+        if name == "value" and self.shared:
+            return self.shared
         self._begin_phase(f"loading the {name}")
         resolved = self.resolved
         found = resolved.models[name]
         config = self.config
-        frozen = name in ("reference", "reward")  # held in the precision in which it runs
+        frozen = name in ("reference", "reward")
+        shares = name == "policy" and config.value.share_base
+        held = [found, resolved.models["value"]] if shares else [found]
+        adapters = [one.adapter for one in held if one.adapter]
+        # what is not trained is held in the precision in which it runs
         model = build.build(
-            found.config,
-            found.kind,
-            resolved.dtype if frozen else torch.float32,
+            held[-1].config,
+            "both" if shares else found.kind,
+            resolved.dtype if frozen or adapters else torch.float32,
             packed=found.packed,
         )
         # with gradients, the reference's layers are to the compiler what the policy's are; it runs
@@ -372,6 +332,7 @@ class Builder:
             # it saves
             compiled=resolved.compiled and name != "reward",
             tensor=self.runtime.sets[role].get(config.tensor_parallel(name)),
+            adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
         )
         weights.fill(
             model,
@@ -381,6 +342,10 @@ class Builder:
             head=config.value.head,
             seed=config.seed + number,
         )
+        for adapter in adapters:
+            lora.read(model, adapter)
+        if shares:
+            self.shared = model
         return model
 
     def _begin_phase(self, name: str) -> None:

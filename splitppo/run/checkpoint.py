@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step_000010/{actor,critic}/    each group's part
         *.distcp, .metadata                        tensors, by torch.distributed.checkpoint
+        adapter_*                                  with LoRA: the adapters once more, as peft does
         state.json                                 everything else
         manifest.json                              the step; size and CRC-32 of each file above
 
@@ -36,6 +37,11 @@ BLOCK = 2**24  # bytes read at once
 
 def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def numbered_folder(part: Path, number: int) -> Path:
+    """Where a part of a checkpoint holds the adapters of the learner of this number."""
+    return part / f"adapter_{number}" if number else part
 
 
 def step_of(folder: Path) -> int:

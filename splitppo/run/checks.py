@@ -3,6 +3,7 @@ touched."""
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from splitppo import data
 from splitppo.config import Config
@@ -11,6 +12,7 @@ from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
 from splitppo.errors import UserError
+from splitppo.models import lora
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import check_sets, data_parallel
@@ -86,6 +88,17 @@ def preflight(resolved: Resolved) -> None:
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
             "--run-dir: each restart would begin in a folder of its own"
         )
+    check_adapters(resolved)
+
+
+def check_adapters(resolved: Resolved, found: Path | None = None) -> None:
+    """Refuses adapters of other models: those to start from, or those of the checkpoint `found`, to
+    go on from."""
+    for name, model in resolved.models.items():
+        if model.adapter:
+            start = found / resolved.role_of(name) if found else model.adapter.settings.path
+            if start:
+                lora.check(Path(start), model.config, model.adapter)
 
 
 def _check_groups(resolved: Resolved) -> None:
@@ -99,6 +112,11 @@ def _check_groups(resolved: Resolved) -> None:
                 f"placement.{name} is for two groups, and every rank plays both roles; "
                 "leave it unset"
             )
+    if resolved.config.value.share_base and not resolved.placement.colocated:
+        raise UserError(
+            "value.share_base=True: policy and value model are on different ranks "
+            f"(placement.mode={resolved.placement.mode}); use placement.mode=colocated"
+        )
     if not (resolved.placement.colocated or "critic" in map(resolved.role_of, resolved.models)):
         raise UserError(
             f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
@@ -115,6 +133,11 @@ def warnings(resolved: Resolved) -> list[str]:
     rows = config.rollout.batch_size
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
+    why = (
+        "the reference is the policy with its adapters off"
+        if config.base_is_reference
+        else "ppo.kl_coef and ppo.kl_loss_coef are 0"
+    )
     return [
         *build.warnings(config, resolved.device.type),
         *filter(
@@ -140,7 +163,7 @@ def warnings(resolved: Resolved) -> list[str]:
             if source == TEMPLATE
         ),
         *(
-            f"reference.{setting}={value} is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+            f"reference.{setting}={value} is not used: {why}"
             for setting in unused
             if (value := getattr(config.reference, setting))
         ),

@@ -31,6 +31,7 @@ from splitppo.run.sources import absolute
 # settings that may change when a run resumes. What the longest prompt changes, the prompts show
 FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
+    r"|value\.share_base"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
     r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
     r"|env\.timeout"
@@ -193,6 +194,8 @@ def inputs_of(
         *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
         ("env.path", (config.env.path or "").rpartition(":")[0]),
         *(("env.tools", name.rpartition(":")[0]) for name in config.env.tools),
+        ("policy.lora.path", config.policy.lora.path or ""),
+        ("value.lora.path", config.value.lora.path or ""),
         *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
     ]
     found = {}

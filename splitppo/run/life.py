@@ -23,7 +23,7 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role, StepPlan
 from splitppo.run import checkpoint, checks, files, memory, notices, screen, sources
-from splitppo.run.build import Builder, check_open_rows, plan_step
+from splitppo.run.build import Builder
 from splitppo.run.folder import (
     check_run_folder,
     check_same_run,
@@ -34,6 +34,7 @@ from splitppo.run.folder import (
 from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
+from splitppo.run.rows import check_open_rows, plan_step
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
 
@@ -54,6 +55,7 @@ def _begin_folder(
     folder = Path(runtime.broadcast("run_dir", take, patience=STALE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
+    checks.check_adapters(resolved, found)
     if rank == 0:
         for warning in checks.warnings(resolved):
             warn(warning)
@@ -140,9 +142,7 @@ class Run:
         self.written: Future[None] | None = None  # the step's samples
         # fields of the channel `logprobs`: the old ones, and the reference's if the actor group
         # holds it
-        self.logprob_fields = 1 + (
-            "reference" in resolved.models and resolved.role_of("reference") == "actor"
-        )
+        self.logprob_fields = 1 + (self.config.has_kl and resolved.role_of("reference") == "actor")
         try:
             self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
             # the step that it resumes after

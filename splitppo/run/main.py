@@ -25,9 +25,9 @@ from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mar
 from splitppo.placement import place, set_sizes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
-from splitppo.run.build import build_sampler, check_open_rows
 from splitppo.run.life import Run
 from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
+from splitppo.run.rows import build_sampler, check_open_rows
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
@@ -147,9 +147,9 @@ def dry_run(config: Config, launch: Launch) -> str:
     resolved, offloaded = memory.offloaded(resolved, gpu)
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
-        check_open_rows(
-            build_sampler(resolved, training), checkpoint.find(Path(config.run_dir), config.resume)
-        )
+        found = checkpoint.find(Path(config.run_dir), config.resume)
+        check_open_rows(build_sampler(resolved, training), found)
+        checks.check_adapters(resolved, found)
     warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
@@ -163,6 +163,12 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
+            *(
+                "value.share_base: one base for policy and value model saves "
+                f"{model.parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
+                for name, model in resolved.models.items()
+                if name == "value" and resolved.config.value.share_base
+            ),
             *memory.table(resolved, gpu or memory.GPU),
         ]
     )

@@ -3,20 +3,21 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
+from splitppo.config.adapter_rules import of_adapters
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan, process
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
-from splitppo.models.footprint import GB, USABLE, Footprint, footprint
+from splitppo.models.footprint import GB, USABLE, Footprint
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place, replicas
-from splitppo.run.resolve import Model, Resolved
+from splitppo.placement import Role, place
+from splitppo.run.held import footprint_of, held_of
+from splitppo.run.resolve import Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
@@ -39,7 +40,7 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
             (name, *part)
             for name in resolved.models
             if resolved.placement.colocated or resolved.role_of(name) == role
-            for part in _held(resolved, name)
+            for part in held_of(resolved, name)
         ]
         for phase, turn, work in _turns(resolved, role, memory):
             models = {part: size for name, part, size, stays in held if stays or name in turn}
@@ -205,14 +206,18 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     )
     movable = not (resolved.placement.colocated or stays)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
+    shared = config.value.share_base  # such a base stays on the device
+    value = replace(config.value, share_base=True)
+    shareable = not any(wrong for wrong, _ in of_adapters(replace(config, value=value)))
     found: list[tuple[str, str, Any, bool]] = [
         ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
         ("compute", "activation_checkpointing", True, True),
+        ("value", "share_base", True, resolved.placement.colocated and shareable and not shared),
         ("placement", "reference", other, movable),
         ("reference", "offload", True, True),
         ("reward", "model_offload", True, True),
         *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
-        *((model, "offload", "all", more[model] == "all") for model in more),
+        *((model, "offload", "all", more[model] == "all" and not shared) for model in more),
         ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
         ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
     ]
@@ -237,41 +242,6 @@ def _twice_as_many(resolved: Resolved) -> Resolved:
     return replace(resolved, placement=placement, local_world=local_world)
 
 
-@cache
-def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
-    return footprint(model.config, model.kind, dtype, compiled=compiled)
-
-
-def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers
-    is cut."""
-    ranks, *_ = replicas(
-        resolved.role_of(name),
-        resolved.placement,
-        resolved.config.fsdp.shard_size,
-        local_world=resolved.local_world,
-    )
-    return (
-        _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward"),
-        len(ranks),
-        resolved.config.tensor_parallel(name),
-    )
-
-
-def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
-    """What a rank holds of a model in its turns, its bytes, and whether it stays there between its
-    turns."""
-    model = resolved.models[name]
-    _, ranks, _ = _of(resolved, name)
-    offload = resolved.offload(name)
-    if name in ("reference", "reward"):
-        yield name, model.parameters * resolved.dtype.itemsize / ranks, offload != "all"
-        return
-    yield f"{name}'s weights", model.number * model.parameters * 4 / ranks, offload != "all"
-    if offload in ("auto", "none"):
-        yield f"{name}'s optimizer", model.number * model.trained * 8 / ranks, True
-
-
 def _turns(
     resolved: Resolved, role: Role, memory: float
 ) -> Iterator[tuple[str, Sequence[str], Parts]]:
@@ -294,7 +264,7 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     config = resolved.config
     model = resolved.models["policy"]
     size = config.engine.tensor_parallel
-    found, *_ = _of(resolved, "policy")
+    found, *_ = footprint_of(resolved, "policy")
     most = most_rows(config, len(resolved.placement.groups["actor"]))
     rows = min(config.engine.max_rows, most) * size
     blocks = -(-config.rollout.max_row_tokens // plan.BLOCK) + 1
@@ -302,7 +272,12 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     whole = model.parameters * resolved.dtype.itemsize
     weights = whole / size
     embedding = found.vocabulary * found.hidden
-    sync = {"gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES))}
+    largest = found.widest * found.hidden / resolved.dtype.itemsize**2  # of a layer's weights
+    sync = {
+        "gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES)),
+        # in float32, before and after
+        "merged weight": 8 * largest * bool(model.adapter),
+    }
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
@@ -329,10 +304,12 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    found, _, cut = _of(resolved, name)
+    found, _, cut = footprint_of(resolved, name)
     rows = -(-resolved.config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
     tokens, _ = _tokens(resolved, name, rows)
-    states = tokens * 3 * (found.widest / cut + found.hidden)
+    # with adapters, a layer's outputs are the sum of two
+    wide = 3 + bool(resolved.models[name].adapter)
+    states = tokens * (wide * found.widest / cut + 3 * found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
     return {
         "gathered weights": (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize,
@@ -356,7 +333,7 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     are reduced."""
     config = resolved.config
     model = resolved.models[name]
-    found, shards, cut = _of(resolved, name)
+    found, shards, cut = footprint_of(resolved, name)
     ppo = config.ppo
     width = resolved.dtype.itemsize
     ranks = len(resolved.placement.groups[role]) // cut
@@ -369,17 +346,19 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     again = 0.0
     if config.compute.activation_checkpointing:
         kept, again = found.hidden, kept
-    head = found.vocabulary * found.hidden  # the gradient of the output layer's weights
+    whole_model = not model.adapter  # else the gradients of adapters are small
+    # the gradient of the output layer's weights
+    head = found.vocabulary * found.hidden * whole_model
     begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
     layer = 2 * found.layer * width / cut
-    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer
+    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer * whole_model
     gathered = found.root * width + layer
     gradients = model.trained * 4 / shards
     if once := config.compute.gather == "mini_batch":
         held = found.root + (model.parameters - found.root) / cut
         gathered = held * width
         gradients = held * 4 * model.trained / model.parameters
-    reduced = found.root * (8 if shards == 1 else width + 4)
+    reduced = found.root * (8 if shards == 1 else width + 4) * whole_model
     first = {
         "gathered weights": gathered,
         f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),

@@ -116,7 +116,8 @@ def silent(resolved: Resolved) -> set[str]:
     """The sentences that say nothing of this run: its settings ask for what they warn of."""
     config = resolved.config
     unscored = config.reward.function == ("none",) and not config.reward.model
-    reference = resolved.models.get("reference")
+    own = resolved.models["policy"] if resolved.config.base_is_reference else None
+    reference = resolved.models.get("reference", own)
     found = {
         "nothing": unscored,
         "flat": unscored,

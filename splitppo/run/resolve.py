@@ -1,6 +1,7 @@
 """The configuration, resolved before any process group or GPU is touched: what "auto" came to,
 every model's folder."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,11 @@ from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models import build, hub, tiny, weights
+from splitppo.models import build, hub, lora, tiny, weights
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.placement import Placement, Role, holders
-from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
+from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, fingerprint, inputs_of
 from splitppo.run.sources import model_paths
 
 KINDS: Mapping[str, build.Kind] = {
@@ -34,6 +35,7 @@ KINDS: Mapping[str, build.Kind] = {
     "value": "value",
     "reward": "reward",
 }
+TRAINED = ("policy", "value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,7 @@ class Model:
     random_init: bool  # whether its weights are drawn from the seed
     packed: bool  # whether it runs on packed rows
     frozen: tuple[str, ...] = ()  # what of it is not trained (models/build.py)
+    adapter: lora.Adapter | None = None  # what of it is trained alone (models/lora.py)
     number: int = 1  # how many the run has of it
 
     def folder(self, run_dir: Path) -> Path:
@@ -58,8 +61,13 @@ class Model:
 
     @cached_property
     def trained(self) -> int:
-        """Parameters of a policy or value model that are trained."""
-        return build.count_trained(self.config, self.kind, self.frozen, f"{self.kind}.freeze")
+        """Parameters of a policy or value model that are trained, tied ones once. Raises UserError
+        if what is frozen, or has adapters, matches nothing."""
+        model = build.build(self.config, self.kind)
+        build.freeze(model, self.frozen, f"{self.kind}.freeze")
+        if self.adapter:
+            lora.add(model, self.adapter)
+        return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,16 @@ class Resolved:
                         "packed": model.packed,
                         "tensor_parallel": self.config.tensor_parallel(name),
                         "offload": self.offload(name),
+                        **(
+                            {
+                                "lora_rank": model.adapter.settings.rank,
+                                "lora_alpha": model.adapter.alpha,
+                                "trained": model.trained,
+                                "learning_rate": getattr(self.config, name).optim.lr,
+                            }
+                            if model.adapter
+                            else {}
+                        ),
                     }
                     for name, model in self.models.items()
                 },
@@ -220,18 +238,33 @@ def _read_model(
         name=given,
         path=path,
         config=found,
-        random_init=_is_drawn(config, name),
+        random_init=is_drawn(config, name),
         packed=wanted and name != "reward",
-        frozen=getattr(config, name).freeze if name in ("policy", "value") else (),
+        frozen=getattr(config, name).freeze if name in TRAINED else (),
         number=config.value.ensemble if is_value else 1,
     )
+    if name in TRAINED and getattr(config, name).lora.rank:
+        model = replace(model, adapter=_adapter(config, model))
     if path != "tiny":
         weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
         if probe and name != "reward":
             model = replace(model, packed=_packs(config, name, model))
-    if model.frozen:  # refuses what matches nothing
-        build.count_trained(model.config, model.kind, model.frozen, f"{name}.freeze")
+    if model.frozen or model.adapter:
+        _ = model.trained  # refuses what matches nothing
     return model
+
+
+def _adapter(config: Config, model: Model) -> lora.Adapter:
+    """The adapters of a policy or value model."""
+
+    def digest() -> str:
+        if model.random_init or model.path == "tiny":
+            return f"drawn from seed {config.seed}"
+        files = sorted(Path(model.path).glob("*.safetensors"))
+        return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
+
+    own: Any = getattr(config, model.kind)
+    return lora.Adapter(model.kind, own.lora, model.name, digest)
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
@@ -281,7 +314,7 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
     return map_paths(config, find), local
 
 
-def _is_drawn(config: Config, name: str) -> bool:
+def is_drawn(config: Config, name: str) -> bool:
     """Whether a model's weights are drawn at random; one without a folder of its own starts as the
     policy does."""
     if name == "reward":

@@ -12,12 +12,13 @@ import torch.distributed.checkpoint as dcp
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
-from splitppo.models import offload, sharding
+from splitppo.models import lora, offload, sharding
 from splitppo.models.names import numbered
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
     measure,
+    numbered_folder,
     read_tensors,
     step_folder,
     step_of,
@@ -31,10 +32,12 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 def tensors_of(learners: Sequence[Learner]) -> Tensors:
     """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but
-    the first begin with the learner's number."""
+    the first begin with the learner's number. Of a model with adapters, only what is trained."""
     held: Tensors = {}
     for number, learner in enumerate(learners):
         for name, parameter in learner.sharded().items():
+            if learner.adapter and not parameter.requires_grad:
+                continue
             state = learner.state_of(parameter) if parameter.requires_grad else {}
             for kind, tensor in {"model": parameter.detach(), **state}.items():
                 held.setdefault(kind, {})[numbered(name, number)] = sharding.described(
@@ -84,6 +87,7 @@ class Saver:
         self.rank = dist.get_rank(group)
         self.committed = committed
         self.copies: Tensors = {}
+        self.adapters: list[dict[str, torch.Tensor]] = []
         self.thread: threading.Thread | None = None
         self.step = 0
         self.may_commit = threading.Event()
@@ -113,6 +117,10 @@ class Saver:
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
+        self.adapters = [
+            lora.gather_trained(learner.model, learner.adapter) if learner.adapter else {}
+            for learner in self.learners
+        ]
         for learner in self.learners:
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
@@ -162,6 +170,11 @@ class Saver:
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
+            for number, learner in enumerate(self.learners):
+                if learner.adapter and self.rank == 0:
+                    folder = numbered_folder(partial, number)
+                    lora.save(folder, learner.model, learner.adapter, self.adapters[number])
+                    names += [str((folder / name).relative_to(partial)) for name in lora.FILES]
             own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
             dist.all_gather_object(files, own, group=self.group)

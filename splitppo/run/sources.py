@@ -55,7 +55,7 @@ def model_paths(config: Config) -> dict[str, str]:
     paths = {"policy": config.policy.path}
     if config.value_models:
         paths["value"] = config.value.path or config.policy.path
-    if config.ppo.kl_coef > 0 or config.ppo.kl_loss_coef > 0:
+    if config.has_kl and not config.base_is_reference:
         paths["reference"] = config.reference.path or config.policy.path
     if config.reward.model:
         paths["reward"] = config.reward.model

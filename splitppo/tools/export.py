@@ -3,6 +3,7 @@
 # torch, transformers and the modules that import them are imported in the functions: --help must
 # not wait for them
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.tools.runs import read_columns
 
+PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model that they hold
 # in a card
 SHOWN = (
     "val/score/mean",
@@ -30,6 +32,7 @@ def export(
     step: int | None = None,
     out: Path | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    merged: bool = False,
 ) -> Path:
     """Write DIR/policy and, if the run has a value model, DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
@@ -44,11 +47,15 @@ def export(
         step: The checkpoint's step. Unset: the newest.
         out: DIR. Unset: RUN/export/step_N.
         dtype: Precision of the written weights.
+        merged: Of a run with LoRA, write whole models, adapters merged into their base. Unset: the
+            adapters alone, as peft reads them, with a value model's head.
     """
     import torch
     from transformers import logging
 
+    from splitppo.models import lora
     from splitppo.models.weights import save
+    from splitppo.run.checkpoint import numbered_folder
     from splitppo.run.sources import model_folder
 
     logging.disable_progress_bar()
@@ -56,14 +63,19 @@ def export(
     out = out or run / "export" / f"step_{step:06d}"
     for kind, number in [("policy", 0), *(("value", i) for i in range(config.value_models))]:
         folder = out / (f"{kind}_{number}" if number else kind)
-        model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
-        save(
-            model,
-            folder,
-            model_folder(config, run, kind),
-            model_folder(config, run, "policy"),
-            own_code=config.policy.trust_remote_code,
-        )
+        if not merged and getattr(config, kind).lora.rank:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in lora.FILES:
+                shutil.copyfile(numbered_folder(saved / PARTS[kind], number) / file, folder / file)
+        else:
+            model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
+            save(
+                model,
+                folder,
+                model_folder(config, run, kind),
+                model_folder(config, run, "policy"),
+                own_code=config.policy.trust_remote_code,
+            )
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
     if not config.value_models:
@@ -131,14 +143,17 @@ Settings and versions:
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number, on the CPU in float32. Without a
-    checkpoint: the policy before training. Needs no process group."""
+    """A checkpoint's policy, or the value model of this number, on the CPU in float32, adapters
+    merged. Without a checkpoint: the policy before training, or its base. Needs no process
+    group."""
     import torch
 
     from splitppo.models import build as models
+    from splitppo.models import lora
     from splitppo.models.names import buffers_of, numbered, weights_of
     from splitppo.models.weights import fill, materialize, read_buffers
-    from splitppo.run.checkpoint import read_tensors
+    from splitppo.run.checkpoint import numbered_folder, read_tensors
+    from splitppo.run.resolve import is_drawn
     from splitppo.run.sources import model_folder
 
     source = str(model_folder(config, run, kind))
@@ -148,9 +163,13 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
         found = models.shorten(found, config.value.layers, source)
         found = models.bound(found, config.value.range, source)
     model: Any = models.build(found, kind)
-    if saved is None:
-        base = model_folder(config, run, kind, weights=not config.policy.random_init)
-        fill(model, str(base), cpu, random_init=config.policy.random_init, seed=config.seed)
+    adapted = getattr(config, kind).lora.rank > 0
+    if saved is None or adapted:
+        drawn = is_drawn(config, kind)
+        base = model_folder(config, run, kind, weights=not drawn)
+        fill(model, str(base), cpu, random_init=drawn, seed=config.seed + number)
+        if saved and adapted:
+            lora.merge_into(model, numbered_folder(saved / PARTS[kind], number))
         return model
     materialize(model, cpu)
     if buffers_of(model):  # checkpoints don't hold them
@@ -160,7 +179,5 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     }
     # of no_dist, which asks for just that
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    read_tensors(
-        {"model": weights}, saved / ("critic" if kind == "value" else "actor"), no_dist=True
-    )
+    read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
     return model

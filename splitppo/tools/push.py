@@ -17,6 +17,7 @@ def push(
     value: bool = False,
     public: bool = False,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    merged: bool = False,
 ) -> None:
     """Write a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging
     Face hub, by HF_TOKEN or the token of `hf auth login`.
@@ -28,6 +29,7 @@ def push(
         value: Upload the value model, too, to OWNER/NAME-value.
         public: Let everyone read the repositories. Unset: they are private.
         dtype: Precision of the uploaded weights.
+        merged: Of a run with LoRA, upload whole models, not adapters.
     """
     from splitppo.models.hub import REPO, upload  # takes seconds, and --help must not wait for it
 
@@ -35,6 +37,6 @@ def push(
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
     if value and not open_run(run, step)[0].value_models:
         raise UserError("--value: the run has no value model, by its ppo.baseline; leave it out")
-    out = export(run, step, dtype=dtype)
+    out = export(run, step, dtype=dtype, merged=merged)
     for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
         print(f"{kind}: {upload(out / kind, name, public=public)}")

@@ -118,6 +118,8 @@ Needs = dict[str, tuple[float, str]]  # phase -> GiB, and their parts
 # preset -> its GPUs, the shapes of its models, what a GPU of each group needs (GiB)
 LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
     "gsm8k/qwen2.5_7b.toml": (8, {"policy": "7b"}, {"actor": 51, "critic": 50}),
+    "lora/qwen2.5_7b_1gpu.toml": (1, {"policy": "7b"}, {"actor": 52}),
+    "lora/qwen2.5_14b_2gpus.toml": (2, {"policy": "14b"}, {"actor": 59}),
     "large/qwen2.5_14b_4gpus.toml": (4, {"policy": "14b"}, {"actor": 71}),
     "large/qwen2.5_32b_8gpus.toml": (8, {"policy": "32b"}, {"actor": 54}),
     "large/llama3_8b_beside_70b.toml": (

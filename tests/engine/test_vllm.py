@@ -749,8 +749,13 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(
+    "adapters",
+    [(), ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base")],
+    ids=["whole", "lora"],
+)
 def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_behind(
-    job: Callable[..., Job],
+    job: Callable[..., Job], adapters: tuple[str, ...]
 ) -> None:
     """Each sync compares the checksums of all tensors, and ends the run if one differs."""
     whole = (
@@ -758,7 +763,7 @@ def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_be
         "--fsdp.tensor-parallel=2",
         "--engine.memory-fraction=0.2",
     )
-    run = job(2, *SMALL, "--steps=3", "--engine.eager", *whole)
+    run = job(2, *SMALL, "--steps=3", "--engine.eager", *whole, *adapters)
     run.train(1)
     procs, engines = family(run.pid), run.engines()
     folders = [socket_folder(engine) for engine in engines]

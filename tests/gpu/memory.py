@@ -1,7 +1,7 @@
 """Estimated and measured memory of small runs on one GPU, in about five minutes: models of real
 shapes, random weights.
 
-    python tests/gpu/memory.py [--only JOB ...] [--limit SECONDS] [--out FOLDER]
+    python tests/gpu/memory.py [--only JOB ...] [--limit SECONDS] [--out FOLDER] [--model FOLDER]
 
 A job is three steps of a run, colocated on one GPU with the engine `hf`. For each phase it prints
 the estimate of run/memory.py and the peak of torch.cuda.max_memory_allocated in the last step. With
@@ -88,7 +88,7 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> list[str]:
     return [f"--{name}={folder / file}" for name, file in named.items()]
 
 
-def run_job(name: str, out: Path) -> None:
+def run_job(name: str, out: Path, model: str) -> None:
     """Runs in a process of its own, or under torchrun; the first rank prints a line of JSON."""
     from peaks import count_peaks, estimated
 
@@ -102,6 +102,7 @@ def run_job(name: str, out: Path) -> None:
         time.sleep(0.2)
     inputs = inputs or [f"--policy.path={folder}", f"--data.files={folder}/rows.jsonl"]
     inputs += [] if rank == 0 else [f"--rollout.lengths={folder}/lengths"]
+    inputs += [f"--policy.path={model}", "--policy.no-random-init"] if model else []
     kept: list[Any] = []
     init = Builder.__init__
 
@@ -145,6 +146,11 @@ def run_job(name: str, out: Path) -> None:
             "phases": phases,
             "tokens_s": 48 * gpus * (PROMPT + RESPONSE) / seconds,
             "update_s": seconds,
+            "sync_s": last["actor"]["timing_s/sync"],
+            "step_s": last["actor"]["timing_s/step"],
+            "mismatch": [
+                line["actor/mismatch_mean"] for line in steps(out / "runs" / name, "actor")
+            ],
         }
         print("RESULT " + json.dumps(found), flush=True)
     sys.stdout.flush()
@@ -167,7 +173,11 @@ def report(name: str, log: Path) -> None:
         gib = f"{due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}"
         print(f"{name:16} {phase:16} {gib}", flush=True)
     due, most = (max(sizes) for sizes in zip(*found["phases"].values(), strict=True))
-    speed = f"updates {found['update_s']:.2f} s, {found['tokens_s']:,.0f} tokens/s"
+    speed = (
+        f"updates {found['update_s']:.2f} s, {found['tokens_s']:,.0f} tokens/s, "
+        f"sync {found['sync_s']:.2f} s, step {found['step_s']:.2f} s, "
+        f"mismatch {' '.join(f'{mean:.4f}' for mean in found['mismatch'])}"
+    )
     print(
         f"{name:16} {'highest':16} {due / 2**30:8.2f} {most / 2**30:8.2f}  {due / most:5.3f}  "
         f"{speed}",
@@ -182,10 +192,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--limit", type=float, default=330.0)
     parser.add_argument("--out", type=Path, default=Path("/tmp/splitppo-memory"))
+    parser.add_argument("--model", default="", help="folder for all jobs, in place of shapes")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        run_job(options.job, options.out)
+        run_job(options.job, options.out, options.model)
     began = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'setting':16} {'phase':16} {'estimate':>8} {'measured':>8}  ratio   GiB", flush=True)
@@ -206,7 +217,16 @@ def main() -> None:
         start += [] if gpus == 1 else ["--nproc_per_node", str(gpus)]
         log, command = (
             options.out / f"{name}.log",
-            [*start, __file__, "--job", name, "--out", str(options.out)],
+            [
+                *start,
+                sys.argv[0],
+                "--job",
+                name,
+                "--out",
+                str(options.out),
+                "--model",
+                options.model,
+            ],
         )
         with log.open("w") as file:
             try:

@@ -4,9 +4,11 @@ whole program.
 It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one
 backward pass. Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016
 (GAE), Ye et al. 2020 (dual clip), Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW);
-of critics: VC-PPO (2503.01491), VAPO (2504.05118), AsyPPO (2510.01656), SAO (2607.07508).
+of critics: VC-PPO (2503.01491), VAPO (2504.05118), AsyPPO (2510.01656), SAO (2607.07508); Hu et al.
+2021 (LoRA).
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,7 +52,7 @@ class Hyper:
     clip_mode: str = "clip"
     baseline: str = "value"
     samples: int = 1
-    policy_frozen: str = ""  # part of the names of weights that are not trained
+    policy_frozen: str = ""  # found in the names of weights that are not trained
     value_frozen: str = ""
     pretrain_steps: int = 0
     pretrain_epochs: int = 4
@@ -229,9 +231,47 @@ def learning_rate(number: int, count: int, h: Hyper) -> float:
     return h.policy_lr * (1 - (1 - h.min_lr_ratio) * (number - top) / (count - top))  # linear
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with adapters beside it: h = W x + alpha / rank B A x (Hu et al. 2021)."""
+
+    def __init__(self, linear: Any, a: Tensor, b: Tensor, alpha: float):
+        super().__init__()
+        self.linear = linear
+        self.lora_A = torch.nn.Parameter(a.clone())
+        self.lora_B = torch.nn.Parameter(b.clone())
+        self.scale = alpha / len(a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.scale * (x @ self.lora_A.T @ self.lora_B.T)
+
+
+ADAPTERS_ALONE = r"^(?!.*lora_|score)"  # as what is frozen: all but adapters and head
+
+
+def adapt(model: Any, adapters: dict[str, tuple[Tensor, Tensor]], alpha: float) -> None:
+    """Puts (A, B) beside the layers of these names."""
+    for name, (a, b) in adapters.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Adapted(model.get_submodule(name), a, b, alpha))
+
+
+def merged(model: Any) -> dict[str, Tensor]:
+    """The weights of a model, W + alpha / rank B A where there are adapters."""
+    found = {}
+    for name, weight in model.state_dict().items():
+        layer, _, last = name.rpartition(".")
+        module = model.get_submodule(layer.removesuffix(".linear"))
+        if isinstance(module, Adapted) and last in ("lora_A", "lora_B"):
+            continue
+        if isinstance(module, Adapted) and last == "weight":
+            weight = weight + module.scale * (module.lora_B @ module.lora_A).detach()
+        found[name.replace(".linear.", ".") if isinstance(module, Adapted) else name] = weight
+    return found
+
+
 def adamw(model: Any, lr: float, h: Hyper, frozen: str) -> torch.optim.AdamW:
     for name, p in model.named_parameters():
-        p.requires_grad_(not frozen or frozen not in name)
+        p.requires_grad_(not frozen or not re.search(frozen, name))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": h.weight_decay},

@@ -21,11 +21,13 @@ from runs import SMALL, figures, main_rank
 from transformers import FalconConfig, Qwen2Config
 
 from splitppo import train
+from splitppo.config import LoraConfig
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models.footprint import footprint
+from splitppo.models.lora import Adapter
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.placement import place
 from splitppo.run import checks, memory
@@ -52,6 +54,9 @@ SETTINGS = {
         "checkpointing": ["--compute.activation-checkpointing"],
         "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
         "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
+        "adapters over one base": (
+            "--policy.lora.rank=8 --value.lora.rank=8 --value.share-base".split()
+        ),
     },
     2: {
         "sharded, whole mini-batches": (
@@ -111,7 +116,7 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
 
 
 def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
-    """Five settings: the highest phase within a tenth on each rank, and so each update."""
+    """Six settings: the highest phase within a tenth on each rank, and so each update."""
     flags = write_inputs(tmp_path)
     for world, settings in SETTINGS.items():
         for found in run_ranks(
@@ -270,6 +275,26 @@ def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
     for elsewhere, size in (("--placement.actor=6", gib), ("--placement.mode=colocated", None)):
         found, line = memory.offloaded(resolved_of(elsewhere), size and size * 2**30)
         assert (found.offload("policy"), found.offload("value"), line) == ("none", "none", "")
+
+
+def test_one_base_needs_less_and_stays_on_the_device():
+    """A run that would not fit is offered one base, and with it no weights are offloaded."""
+    both = "--policy.lora.rank=8 --value.lora.rank=8 --placement.mode=colocated".split()
+    shape = Qwen2Config(hidden_size=2048, num_hidden_layers=8, intermediate_size=8192)
+    kinds: Any = ("policy", "value")
+    models = {
+        kind: Model(kind, "m", "m", shape, True, True, adapter=Adapter(kind, LoraConfig(8)))
+        for kind in kinds
+    }
+    needs = {}
+    for more in ([], ["--value.share-base"]):
+        job = resolved_of(*both, *more, "--policy.offload=optimizer", gpus=1, **models)
+        needs[bool(more)] = memory.highest(job, memory.GPU)[0]
+        ways = dict(memory.ways(job))
+        for flags in ("--value.share-base", "--policy.offload all"):
+            assert (flags in ways) != bool(more)
+    base = models["value"].parameters * 2
+    assert needs[False] - needs[True] == pytest.approx(base, rel=0.01)
 
 
 def test_a_run_without_a_value_model_needs_no_memory_for_it():

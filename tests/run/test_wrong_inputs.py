@@ -166,6 +166,8 @@ BOUNDS = [
     ),
     ("1.5", "1.5", "must lie between 0 and 1", "engine.memory_fraction"),
     ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
+    ("-1", "-1", "must be at least 0; 0 turns it off", "policy.lora.rank value.lora.rank"),
+    ("0", "0", "must be above 0", "policy.lora.alpha value.lora.alpha"),
     ("0", "0.0", "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
 ]
 NO_STOP = "holds an empty string, which would end every response at once; drop it"

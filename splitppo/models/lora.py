@@ -1,0 +1,270 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen base, and adapters beside its linear layers.
+
+peft makes the modules. Beside a layer's weight W `[out, in]` stand A `[rank, in]` and B
+`[out, rank]` in float32, and the layer computes W x + scale B A x with scale = alpha / rank. W has
+the precision of forward passes and never changes: engines and exports get W + scale B A, computed
+on the way. A module may hold two sets of adapters, the policy's and the value model's, of which one
+is on. In a tensor-parallel set, A is cut as W is by its inputs, B as W is by its outputs.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch._dynamo.config as dynamo
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from splitppo.config import LoraConfig
+from splitppo.errors import UserError
+from splitppo.models.build import Kind, build
+from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
+from splitppo.models.sharding import bounds, gather_full, local
+from splitppo.models.tensor import cut_adapter, parts_of
+
+# compiled graphs of a layer: its kinds, by which adapters are on, by what needs gradients; the
+# compiler's own limit is 8
+GRAPHS = 64
+WEIGHTS = "adapter_model.safetensors"  # peft's files
+SETTINGS = "adapter_config.json"
+FILES = (SETTINGS, WEIGHTS)
+# kinds of adapters that peft has beside the plain one: fields of its settings
+OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A model's set of adapters.
+
+    Attributes:
+        kind: `policy` or `value`: whose it is, and its name in the model's modules.
+        base: the base model, as the configuration names it.
+        digest: returns what identifies the base's weights.
+    """
+
+    kind: Kind
+    settings: LoraConfig
+    base: str = ""
+    digest: Callable[[], str] = str
+
+    @property
+    def alpha(self) -> int:
+        return self.settings.alpha or self.settings.rank
+
+    def pair(self, weight: str) -> list[str]:
+        """The names of A and B beside a weight."""
+        layer = weight.removesuffix(".weight")
+        return [f"{layer}.lora_{part}.{self.kind}.weight" for part in "AB"]
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters, by name, of the model whose adapters these are; another one may share its
+        base."""
+        others = {
+            "policy": r"\.lora_[AB]\.value\.|^score\.",
+            "value": rf"\.lora_[AB]\.policy\.|^(?!{model.base_model_prefix}\.|score\.)",
+        }
+        return {
+            name: weight
+            for name, weight in weights_of(model).items()
+            if not re.search(others[self.kind], name)
+        }
+
+    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Those that are trained: the adapters, and a value model's head."""
+        return {name: weight for name, weight in self.own(model).items() if weight.requires_grad}
+
+
+def add(model: nn.Module, adapter: Adapter) -> None:
+    """Adds adapters to a model on the meta device, in place, after its layers are cut for a
+    tensor-parallel set and before it is sharded. Freezes all but adapters and scalar head. Raises a
+    UserError if a target matches no layer, or peft is not installed."""
+    layers = targets(model, adapter)
+    peft = import_peft(f"{adapter.kind}.lora.rank={adapter.settings.rank}")
+    settings = peft.LoraConfig(
+        r=adapter.settings.rank, lora_alpha=adapter.alpha, target_modules=layers
+    )
+    peft.inject_adapter_in_model(settings, model, adapter.kind, low_cpu_mem_usage=True)
+    del cast(Any, model).peft_config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+    for path, weight in model.named_parameters():
+        name = outside(path)
+        weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
+    for name in getattr(model, "float32", ()):
+        model.get_submodule(name).float()
+    for layer in layers if parts_of(model).ranks else ():
+        cut_adapter(model, layer, adapter.pair(layer))
+
+
+def targets(model: nn.Module, adapter: Adapter) -> list[str]:
+    """The linear layers that get adapters. Raises a UserError if a target matches none."""
+    body = f"{model.base_model_prefix}."
+    layers = [
+        outside(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(body)
+        and not re.search(ADAPTER, f"{name}.weight")
+    ]
+    found = set()
+    for target in adapter.settings.targets or ("",):
+        where = f"{adapter.kind}.lora.targets={target}"
+        try:
+            matched = [layer for layer in layers if re.search(target, layer)]
+        except re.error as error:
+            raise UserError(f"{where} is no regular expression ({error}); correct it") from error
+        if not matched:
+            raise UserError(
+                f"{where} matches no linear layer of type {cast(Any, model).config.model_type!r}; "
+                f"their names are like {', '.join(layers[:3]) or 'none: train it whole'}"
+            )
+        found.update(matched)
+    return [layer for layer in layers if layer in found]
+
+
+def import_peft(setting: str) -> Any:
+    """The library. Raises a UserError that begins with `setting` if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"{setting} needs peft; pip install 'splitppo[lora]'") from error
+    return peft
+
+
+def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
+    """W + scale B A in float32, a new tensor."""
+    return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
+
+
+def gather_merged(
+    model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype, *, adapter: Adapter
+) -> Iterator[tuple[str, Tensor]]:
+    """As `gather_full`; weights with adapters are merged, and rounded to `dtype` once."""
+    every = weights_of(model)
+    small = {part: every[part] for name in named for part in adapter.pair(name) if part in every}
+    full = dict(gather_full(model, small, torch.float32))
+    scale = adapter.alpha / adapter.settings.rank
+    dtypes = [weight.dtype for name, weight in named.items() if adapter.pair(name)[0] in small]
+    exact = torch.promote_types(dtype, dtypes[0]) if dtypes else dtype
+    for name, weight in gather_full(model, named, exact):
+        pair = [full[part] for part in adapter.pair(name) if part in full]
+        yield name, (merge(weight, *pair, scale=scale) if pair else weight).to(dtype)
+
+
+def peft_name(name: str) -> str:
+    """A weight's name in an adapter's folder."""
+    return "base_model.model." + re.sub(ADAPTER, r".lora_\1.", name)
+
+
+def gather_trained(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
+    """The whole adapters and head, by peft's names, in host memory; all ranks call it."""
+    found = gather_full(model, adapter.trained(model), torch.float32)
+    return {peft_name(name): tensor.cpu().clone() for name, tensor in found}
+
+
+def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a folder that peft loads; a value model's head is among its `modules_to_save`. What
+    identifies the base is in the metadata of the weights."""
+    layers = targets(model, adapter)
+    ends = sorted({layer.rpartition(".")[2] for layer in layers})
+    # the folders of this machine are nobody's business
+    base, _, revision = adapter.base.partition("@")
+    settings = import_peft("an adapter").LoraConfig(
+        r=adapter.settings.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=layers if adapter.settings.targets else ends,
+        modules_to_save=["score"] if adapter.kind == "value" else None,
+        base_model_name_or_path=os.path.basename(base) if os.path.isabs(base) else base,
+        revision=revision or None,
+        inference_mode=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.save_pretrained(folder)
+    save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": adapter.digest()})
+
+
+def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
+    """An adapter's settings, and its tensors by peft's names. Raises a UserError if it can't be
+    read."""
+    try:
+        settings = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+        return settings, safe_open(folder / WEIGHTS, framework="pt")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: no adapter can be read there ({error}); name a folder with {SETTINGS} and "
+            f"{WEIGHTS}, as peft writes them"
+        ) from error
+
+
+def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
+    """Raises a UserError if an adapter's folder is of another rank, scale, kind or base than
+    `adapter`, or of other layers."""
+    found, stored = open_adapter(folder)
+    own = f"{adapter.kind}.lora"
+    for name, key, due in (
+        ("rank", "r", adapter.settings.rank),
+        ("alpha", "lora_alpha", adapter.alpha),
+    ):
+        if found.get(key) != due:
+            raise UserError(
+                f"{own}.{name}={due}: the adapter in {folder} has {found.get(key)}; "
+                f"set --{own}.{name} {found.get(key)}"
+            )
+    if others := [name for name in OTHER_KINDS if found.get(name)]:
+        raise UserError(
+            f"{folder}: an adapter with {others[0]}, which is not in this version; "
+            "merge it into its base with peft, and train that"
+        )
+    model = build(config, adapter.kind)
+    add(model, adapter)
+    shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+    due = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
+    # a head may be drawn
+    drawn = {*map(peft_name, HEAD)} - shapes.keys()
+    for name in sorted((due.keys() | shapes.keys()) - drawn):
+        if (there := shapes.get(name)) != (here := due.get(name)):
+            raise UserError(
+                f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
+                f"{adapter.kind}.path={adapter.base} and {own}.targets; it is an adapter of "
+                "another base or of other targets: give those with which it was trained"
+            )
+    base = (stored.metadata() or {}).get("base")
+    if base and base != adapter.digest():
+        raise UserError(
+            f"{folder}: an adapter of another base than {adapter.kind}.path={adapter.base} "
+            f"({base} there, {adapter.digest()} here); give the base with which it was trained"
+        )
+
+
+def read(model: nn.Module, adapter: Adapter) -> None:
+    """Fills the adapters of a sharded model, and a head if it is there, from the folder to start
+    from, if one is set; each rank reads its shards."""
+    if adapter.settings.path is None:
+        return
+    _, stored = open_adapter(Path(adapter.settings.path))
+    there = {*stored.keys()}
+    for name, weight in adapter.trained(model).items():
+        if (key := peft_name(name)) in there:
+            part = stored.get_slice(key)[bounds(model, name, weight) or ...]
+            local(weight).copy_(part)
+
+
+def merge_into(model: nn.Module, folder: Path) -> None:
+    """Merges the adapters of a folder into a model in host memory, and takes a head from it."""
+    settings, stored = open_adapter(folder)
+    scale = settings["lora_alpha"] / settings["r"]
+    there = {*stored.keys()}
+    for name, parameter in weights_of(model).items():
+        weight = parameter.detach()
+        layer = peft_name(name).removesuffix("weight")
+        if f"{layer}lora_A.weight" in there:
+            pair = (stored.get_tensor(f"{layer}lora_{part}.weight") for part in "AB")
+            weight.copy_(merge(weight, *pair, scale=scale))
+        elif peft_name(name) in there:
+            weight.copy_(stored.get_tensor(peft_name(name)))
