@@ -26,7 +26,7 @@ PATHS = (
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
-    r"|.*\.tensor_parallel|(policy|value)\.offload"
+    r"|.*\.(tensor|sequence)_parallel|(policy|value)\.offload"
 )
 # defaults of the embedded model, which needs larger learning rates
 TINY = str(Path(__file__).with_name("tiny.toml"))

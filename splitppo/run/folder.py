@@ -32,7 +32,8 @@ from splitppo.run.sources import absolute
 FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
-    r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
+    r"|(reference|value|reward)\.(tensor|sequence)_parallel"
+    r"|reward\.(workers|timeout|model_offload)"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
 )

@@ -135,6 +135,7 @@ class Resolved:
                         "random_init": model.random_init,
                         "packed": model.packed,
                         "tensor_parallel": self.config.tensor_parallel(name),
+                        "sequence_parallel": self.config.sequence_parallel(name),
                         "offload": self.offload(name),
                     }
                     for name, model in self.models.items()
@@ -209,13 +210,13 @@ def _read_model(
         path=path,
         config=found,
         random_init=_is_drawn(config, name),
-        packed=wanted and name != "reward",
+        packed=config.sequence_parallel(name) > 1 or (wanted and name != "reward"),
         frozen=getattr(config, name).freeze if name in ("policy", "value") else (),
         number=config.value.ensemble if is_value else 1,
     )
     if path != "tiny":
         weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
-        if probe and name != "reward":
+        if probe and (model.packed or name != "reward"):
             model = replace(model, packed=_packs(config, name, model))
     if model.frozen:  # refuses what matches nothing
         build.count_trained(model.config, model.kind, model.frozen, f"{name}.freeze")
@@ -281,8 +282,15 @@ def _is_drawn(config: Config, name: str) -> bool:
 def _packs(config: Config, name: str, model: Model) -> bool:
     """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
     least."""
-    why = find_mismatch(model.config, model.kind, packed=model.packed)
+    ranks = config.sequence_parallel(name)
+    why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
     where = f"{name}.path={model.name}"
+    if why and ranks > 1:
+        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
+        raise UserError(
+            f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
+            f"cut: {why}; set --{setting.replace('_', '-')} 1"
+        )
     if why and model.packed and config.compute.packing == "on":
         raise UserError(
             f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
