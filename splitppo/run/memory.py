@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint, footprint
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place, replicas
+from splitppo.placement import Role, SetShape, place, replicas, set_shape
 from splitppo.run.resolve import Model, Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
@@ -195,6 +195,11 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     sizes = [len(ranks) for ranks in resolved.placement.groups.values()]
     engine = 2 * config.engine.tensor_parallel
     trainer = 2 * config.fsdp.tensor_parallel
+    pieces = 2 * config.fsdp.sequence_parallel
+    whole = all(size % (2 * set_shape(config, "policy").size) == 0 for size in sizes)
+    heads = resolved.models["policy"].config.num_attention_heads
+    longest = -(-2 * config.rollout.max_row_tokens // pieces)
+    long = longest > config.compute.micro_batch_tokens and heads % (pieces * trainer // 2) == 0
     half = config.compute.micro_batch_tokens // 2
     other = "actor" if config.placement.reference == "critic" else "critic"
     # the KL loss needs it at the actor; without another model the critic group would hold none
@@ -206,15 +211,16 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     movable = not (resolved.placement.colocated or stays)
     more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
     found: list[tuple[str, str, Any, bool]] = [
-        ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
+        ("compute", "micro_batch_tokens", half, half >= max(longest, FEWEST)),
         ("compute", "activation_checkpointing", True, True),
+        ("fsdp", "sequence_parallel", pieces, whole and long),
         ("placement", "reference", other, movable),
         ("reference", "offload", True, True),
         ("reward", "model_offload", True, True),
         *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
         *((model, "offload", "all", more[model] == "all") for model in more),
         ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
-        ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
+        ("fsdp", "tensor_parallel", trainer, whole),
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
         flag = f"--{table}.{name}".replace("_", "-") + ("" if setting is True else f" {setting}")
@@ -242,9 +248,8 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
     return footprint(model.config, model.kind, dtype, compiled=compiled)
 
 
-def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers
-    is cut."""
+def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, SetShape]:
+    """A model's footprint, among how many ranks its weights are sharded, and its set."""
     ranks, *_ = replicas(
         resolved.role_of(name),
         resolved.placement,
@@ -254,7 +259,7 @@ def _of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
     return (
         _footprint(resolved.models[name], resolved.dtype, resolved.compiled and name != "reward"),
         len(ranks),
-        resolved.config.tensor_parallel(name),
+        set_shape(resolved.config, name),
     )
 
 
@@ -320,17 +325,23 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
 
 
 def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
-    """Tokens of the largest micro-batch of so many rows of full length, and how many there are."""
+    """A rank's tokens of the largest micro-batch of so many rows of full length, and how many
+    micro-batches there are."""
     longest = resolved.config.rollout.max_row_tokens
-    most = min(rows, max(resolved.config.compute.micro_batch_tokens // longest, 1))
+    pieces = resolved.config.sequence_parallel(name)
+    most = min(rows, max(resolved.config.compute.micro_batch_tokens * pieces // longest, 1))
     count = -(-rows // most)
-    return (-(-rows // count) if resolved.models[name].packed else most) * longest, count
+    held = -(-rows // count) if resolved.models[name].packed else most
+    return -(-held * longest // pieces), count
 
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    found, _, cut = _of(resolved, name)
-    rows = -(-resolved.config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
+    found, _, shape = _of(resolved, name)
+    cut = shape.tensor
+    rows = -(
+        -resolved.config.rollout.batch_size * shape.size // len(resolved.placement.groups[role])
+    )
     tokens, _ = _tokens(resolved, name, rows)
     states = tokens * 3 * (found.widest / cut + found.hidden)
     logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
@@ -356,10 +367,11 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     are reduced."""
     config = resolved.config
     model = resolved.models[name]
-    found, shards, cut = _of(resolved, name)
+    found, shards, shape = _of(resolved, name)
+    cut = shape.tensor
     ppo = config.ppo
     width = resolved.dtype.itemsize
-    ranks = len(resolved.placement.groups[role]) // cut
+    ranks = len(resolved.placement.groups[role]) // shape.size
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
     # of a layer, what tensor parallelism does not cut: residual stream and norms
