@@ -279,13 +279,12 @@ class Actor:
         self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        mask = batch.mask
         logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
         loss, metrics = algo.policy_loss(
             logprobs,
             fields["old"],
             fields["advantages"],
-            mask,
+            batch.lengths,
             weights=fields.get("weights"),
             clip_low=ppo.clip_low,
             clip_high=ppo.clip_high,
@@ -298,16 +297,17 @@ class Actor:
                 logprobs,
                 fields["sampled"],
                 fields["age"],
-                mask,
                 clip_low=ppo.clip_low,
                 clip_high=ppo.clip_high,
             )
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, fields["ref"], ppo.kl_loss_kind)
-            loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, mask, ppo.aggregate)
-            metrics["kl_loss"] = algo.masked_mean(kl.detach(), mask)
+            loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, batch.lengths, ppo.aggregate)
+            metrics["kl_loss"] = algo.mean(kl.detach())
         if ppo.entropy_coef > 0:
-            loss = loss - ppo.entropy_coef * algo.aggregate_loss(entropy, mask, ppo.aggregate)
+            loss = loss - ppo.entropy_coef * algo.aggregate_loss(
+                entropy, batch.lengths, ppo.aggregate
+            )
         return loss, metrics
 
     def _compare(self, sampled: Tensor, old: Tensor) -> None:

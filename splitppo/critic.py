@@ -357,7 +357,7 @@ class Critic:
             return algo.bounded_value_loss(
                 head_outputs(model, batch),
                 fields["returns"],
-                batch.mask,
+                batch.lengths,
                 bounds=bounds,
                 aggregate=ppo.aggregate,
             )
@@ -365,7 +365,7 @@ class Critic:
             value_outputs(model, batch),
             fields["old"],
             fields["returns"],
-            batch.mask,
+            batch.lengths,
             clip=ppo.value_clip,
             aggregate=ppo.aggregate,
         )

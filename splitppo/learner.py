@@ -21,19 +21,19 @@ from splitppo.models.batching import (
     MicroBatch,
     MiniBatches,
     dummy_rollout,
-    micro_batch,
     to_device,
 )
 from splitppo.models.names import ADAPTER, buffers_of, weights_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
+from splitppo.models.sequence import sequence_of
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
 from splitppo.rollout import Rollout
 
 # full weights gathered in one message, at least: with a message per tensor, latency dominates
 GATHER_BYTES = 2**27
 
-# (model, rows, fields `[B, T]`) -> (loss, metrics averaged over tokens)
+# (model, rows, fields `[N]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -125,11 +125,11 @@ class Learner:
         the names of the fields that the objective needs."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
-        batch = micro_batch(rollout.episodes, self.runner.device, packed=is_packed(self.model))
+        batch = self.runner.micro_batch(self.model, rollout.episodes)
         loss, _ = objective(
             self.model,
             batch,
-            dict.fromkeys(given, torch.zeros(batch.mask.shape, device=self.runner.device)),
+            dict.fromkeys(given, torch.zeros(rollout.tokens, device=self.runner.device)),
         )
         loss.backward()
         self.optimizer.zero_grad()
@@ -255,11 +255,14 @@ class Learner:
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
         group = self.runner.group
+        sequence = sequence_of(self.model)
+        pieces = sequence.size if sequence else 1
+        unit = ROUND * pieces
         packed = is_packed(self.model)
         whole = rollout.totals
         filled = [[whole[i] for i in rows] for plan in plans for rows in plan if rows]
         run = sum(
-            -(-sum(rows) // ROUND) * ROUND if packed else len(rows) * max(rows) for rows in filled
+            -(-sum(rows) // unit) * unit if packed else len(rows) * max(rows) for rows in filled
         )
         tokens = [sum(whole[i] for micro in plan for i in micro) for plan in plans]
         all_tokens, all_run = group.all_sum(torch.tensor([float(sum(tokens)), float(run)])).tolist()
@@ -271,7 +274,7 @@ class Learner:
         return {
             "padding": 1 - all_tokens / all_run,
             "imbalance": most / mean - 1,
-            "update_tflop": 6e-12 * mean * epochs * size,
+            "update_tflop": 6e-12 * mean / pieces * epochs * size,
         }
 
     def _accumulate(
@@ -289,22 +292,17 @@ class Learner:
             if self.gather_once:
                 keep_gathered(self.model, last=number == len(plan))
             episodes = [rollout.episodes[i] for i in rows]
-            batch = micro_batch(episodes, self.runner.device, packed=is_packed(self.model))
-            packed = {
-                name: [tensors[i] for i in rows] or [torch.zeros(1)]
+            batch = self.runner.micro_batch(self.model, episodes)
+            fields = {
+                name: to_device(
+                    torch.cat([torch.zeros(0), *(tensors[i] for i in rows)]), self.runner.device
+                )
                 for name, tensors in by_row.items()
             }
-            padded = {
-                name: to_device(
-                    nn.utils.rnn.pad_sequence(tensors, batch_first=True), self.runner.device
-                )
-                for name, tensors in packed.items()
-            }
-            loss, metrics = objective(self.model, batch, padded)
-            lengths = batch.mask.sum(dim=1)
-            loss = loss * (algo.aggregate_weight(lengths, self.aggregate) / total[0])
+            loss, metrics = objective(self.model, batch, fields)
+            loss = loss * (algo.aggregate_weight(batch.lengths, self.aggregate) / total[0])
             loss.backward()
-            fraction = lengths.sum() / total[1]
+            fraction = batch.lengths.sum() / total[1]
             parts = {name: value * fraction for name, value in metrics.items()}
             parts["loss"] = loss.detach()
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}

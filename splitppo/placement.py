@@ -5,13 +5,26 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from splitppo.config import Config, PlacementConfig, ShardSize
 from splitppo.errors import UserError
+
+
+class SetShape(NamedTuple):
+    """The ranks of a set, which run a model's rows together: those among which tokens are cut,
+    times those among which layers are."""
+
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.sequence * self.tensor
+
 
 Role = Literal["actor", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -137,12 +150,17 @@ def replicas(
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
-def set_sizes(config: Config) -> dict[Role, list[int]]:
-    """Ranks of a tensor-parallel set in each group: of the model that it trains, which own rows
-    together, then of its frozen models."""
+def set_shape(config: Config, model: str) -> SetShape:
+    """The set that runs a model's rows."""
+    return SetShape(config.sequence_parallel(model), config.tensor_parallel(model))
+
+
+def set_shapes(config: Config) -> dict[Role, list[SetShape]]:
+    """The sets of each group: of the model that it trains, which own rows together, then of its
+    frozen models."""
     held = holders(config).items()
     return {
-        role: [config.tensor_parallel(model) for model, holder in held if holder == role]
+        role: [set_shape(config, model) for model, holder in held if holder == role]
         for role in ROLES
     }
 
@@ -161,24 +179,23 @@ def holders(config: Config) -> dict[str, Role]:
 def data_parallel(config: Config, placement: Placement) -> dict[Role, int]:
     """Data-parallel ranks of each group: its sets."""
     return {
-        role: len(placement.groups[role]) // sizes[0] for role, sizes in set_sizes(config).items()
+        role: len(placement.groups[role]) // shapes[0].size
+        for role, shapes in set_shapes(config).items()
     }
 
 
 def check_sets(config: Config, placement: Placement, *, local_world: int) -> None:
-    """Raises a UserError if tensor-parallel sets don't fill a group, or don't fit into a node or a
-    replica."""
+    """Raises a UserError if sets don't fill a group, or don't fit into a node, or those that share
+    layers into a replica."""
     for model, role in holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
-        check_cut(
-            f"the {model}'s",
-            "fsdp" if model == "policy" else model,
-            config.tensor_parallel(model),
-            role,
-            placement,
-            local_world=local_world,
-            replica=len(held),
-        )
+        table = "fsdp" if model == "policy" else model
+        shape = set_shape(config, model)
+        check = partial(check_cut, f"the {model}'s", local_world=local_world)
+        setting = f"{table}.tensor_parallel"
+        check(setting, shape.tensor, role, placement, replica=len(held))
+        setting = f"{table}.sequence_parallel"
+        check(setting, shape.sequence, role, placement, times=shape.tensor)
 
 
 def check_cut(
@@ -190,17 +207,23 @@ def check_cut(
     *,
     local_world: int,
     replica: int = 0,
+    times: int = 1,
 ) -> None:
-    """Raises a UserError if sets of `size` ranks don't fill a role's group, or don't fit into a
-    node or a replica."""
+    """Raises a UserError if sets of `size * times` ranks don't fill a role's group, or don't fit
+    into a node or a replica."""
     ranks = placement.groups[role]
     counts = [*Counter(rank // local_world for rank in ranks).values(), replica or len(ranks)]
-    if any(count % size for count in counts):
-        fits = [n for n in range(1, len(ranks) + 1) if not any(count % n for count in counts)]
+
+    def cut(size: int) -> bool:
+        return all(count % (size * times) == 0 for count in counts)
+
+    if not cut(size):
+        fits = list(filter(cut, range(1, len(ranks) + 1)))
+        beside = f" beside tensor_parallel={times}" if times > 1 else ""
         raise UserError(
-            f"{owner} tensor_parallel={size} does not cut the {len(ranks)} {role} ranks,"
-            f" {min(counts)} on a node or in a replica, into whole sets;"
-            f" set {setting}.tensor_parallel to one of {fits}"
+            f"{owner} {setting.partition('.')[2]}={size}{beside} does not cut the {len(ranks)} "
+            f"{role} ranks, {min(counts)} on a node or in a replica, into whole sets;"
+            f" set {setting} to one of {fits}"
         )
 
 

@@ -168,9 +168,9 @@ def learn(
     def objective(
         model: Any, batch: Any, given: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = (model.matrix + model.bias) * given["x"]
-        return algo.aggregate_loss(losses, batch.mask, learner.aggregate), {
-            "x": algo.masked_mean(given["x"], batch.mask)
+        losses = (model.matrix[0] + model.bias) * given["x"]
+        return algo.aggregate_loss(losses, batch.lengths, learner.aggregate), {
+            "x": algo.mean(given["x"])
         }
 
     (figures,) = learner.update(

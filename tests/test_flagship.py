@@ -421,6 +421,18 @@ def test_one_rank_is_the_paper(baseline):
         (6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
         (4, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"}),
         (3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
+        (
+            4,
+            {
+                "placement__mode": "colocated",
+                "fsdp__sequence_parallel": 2,
+                "fsdp__shard_size": 2,
+                "value__sequence_parallel": 1,
+                "value__tensor_parallel": 2,
+                "compute__gather": "mini_batch",
+            },
+        ),
+        (3, {"placement__actor": 2, "reference__sequence_parallel": 2}),
     ],
     ids=lambda value: (
         value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items())
@@ -638,11 +650,11 @@ FLAGS = {
         ("pretraining", 3, {"placement__actor": 2}),
         ("pretraining", 2, {"placement__mode": "colocated"}),
         ("ensemble", 3, {"placement__actor": 1}),
-        ("ensemble", 2, {"placement__mode": "colocated"}),
+        ("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
         ("bounded", 2, {"placement__actor": 1}),
         ("bounded", 3, {"placement__actor": 2}),
         ("bounded", 3, {"placement__actor": 1}),
-        ("bounded", 2, {"placement__mode": "colocated"}),
+        ("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         ("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
         ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
         ("batch", 2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),

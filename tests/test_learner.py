@@ -76,18 +76,18 @@ def policy_objective(model, batch, given):
         logprobs,
         given["old"],
         given["advantages"],
-        batch.mask,
+        batch.lengths,
         clip_low=0.2,
         clip_high=0.2,
         aggregate="token_mean",
     )
-    return loss - 0.01 * algo.aggregate_loss(entropy, batch.mask, "token_mean"), metrics
+    return loss - 0.01 * algo.aggregate_loss(entropy, batch.lengths, "token_mean"), metrics
 
 
 def value_objective(model, batch, given):
     values = value_outputs(model, batch)
     return algo.value_loss(
-        values, given["old"], given["advantages"], batch.mask, clip=0.5, aggregate="token_mean"
+        values, given["old"], given["advantages"], batch.lengths, clip=0.5, aggregate="token_mean"
     )
 
 
@@ -158,7 +158,7 @@ def plain(folder, kind, weights):
     tokens = rollout.tokens
     for i, sample in enumerate(rollout.episodes):
         batch = micro_batch([sample], CPU)
-        row = {name: rollout.split(packed)[i][None] for name, packed in given.items()}
+        row = {name: rollout.split(packed)[i] for name, packed in given.items()}
         objective = policy_objective if kind == "policy" else value_objective
         loss, _ = objective(model, batch, row)
         losses.append(loss * len(sample.response) / tokens)
@@ -514,7 +514,7 @@ def compiled_rank(rank, folder, checkpointing):
 
     def objective(model, batch, given):
         logprobs, entropy = outputs(model, batch, entropy=True)
-        return -(logprobs * batch.mask).sum() - 0.01 * (entropy * batch.mask).sum(), {}
+        return -logprobs.sum() - 0.01 * entropy.sum(), {}
 
     def run(model, batch):
         return outputs(model, batch, entropy=True)

@@ -17,7 +17,7 @@ from splitppo.placement import (
     piece,
     place,
     replicas,
-    set_sizes,
+    set_shapes,
 )
 
 ROLES: tuple[Role, Role] = ("actor", "critic")
@@ -278,7 +278,9 @@ def config_of(
     ],
 )
 def test_sets_of_a_group_and_of_its_frozen_models(config, due):
-    assert set_sizes(config) == due
+    assert {
+        role: [shape.size for shape in shapes] for role, shapes in set_shapes(config).items()
+    } == due
 
 
 def test_rows_belong_to_sets():

@@ -4,6 +4,7 @@ forward pass."""
 import random
 from array import array
 from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -126,16 +127,46 @@ def test_a_forward_pass_reads_one_before_each_response_token(packed):
         assert batch.before.tolist() == [2, 7, 8, 11, 12, 16, 17]
     assert batch.responses.tolist() == [4, 7, 8, 11, 12, 8, 9]
     assert ids.flatten()[batch.before + 1].tolist() == batch.responses.tolist()
-    assert batch.mask.tolist() == [
-        [True, False, False, False],
-        [True] * 4,
-        [True, True, False, False],
+    assert batch.lengths.tolist() == [1, 4, 2]
+
+
+class Piece:
+    """A rank of a set, without the others."""
+
+    size = 2
+    first: ClassVar[torch.Tensor]
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def join(self, own: torch.Tensor) -> torch.Tensor:
+        """As if the first rank's numbers were known to the second."""
+        if not self.rank:
+            Piece.first = own
+        return torch.cat([Piece.first, own])
+
+
+def test_rows_are_cut_over_a_set_and_joined_in_order():
+    long = episode(7, [3] * 70, list(range(100, 180)), [-1.0] * 80)
+    rows = [EDGES, TURNS, long, PLAIN]
+    whole = micro_batch(rows, CPU, packed=True)
+    parts = [
+        micro_batch(rows, CPU, packed=True, sequence=cast(Any, Piece(rank))) for rank in (0, 1)
     ]
-    assert batch.pad(torch.arange(1.0, 8.0)).tolist() == [[1, 0, 0, 0], [2, 3, 4, 5], [6, 7, 0, 0]]
+    for name in ("input_ids", "position_ids"):
+        joined = torch.cat([part.inputs[name] for part in parts], 1)[0]
+        assert len(joined) == 4 * ROUND, "a round number for each rank"
+        assert joined[: 3 * ROUND].tolist() == whole.inputs[name][0].tolist()
+    assert all(part.inputs["cu_seq_lens_q"][-1] == 4 * ROUND for part in parts)
+    for part in parts:
+        assert 0 < len(part.before) < len(whole.before)
+        assert part.inputs["input_ids"].shape[1] == 2 * ROUND
+        assert part.chosen.tolist() == whole.before.tolist()
+        found = part.join(part.responses.float())
+    assert found.tolist() == whole.responses.tolist()
 
 
 def test_a_forward_pass_without_rows_has_no_response_tokens():
     batch = micro_batch([], CPU)
     assert batch.inputs["input_ids"].numel() > 0
-    assert (batch.before.numel(), batch.responses.numel(), batch.places.numel()) == (0, 0, 0)
-    assert not batch.mask.any()
+    assert (batch.before.numel(), batch.responses.numel(), batch.lengths.sum()) == (0, 0, 0)

@@ -13,6 +13,7 @@ from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitppo import algo
@@ -23,12 +24,13 @@ from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
+from splitppo.models import attention
 from splitppo.models.build import build, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
-from splitppo.placement import own, place
+from splitppo.placement import SetShape, own, place
 from splitppo.rewards.model import RewardModel, RewardText
 from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import checkpoint
@@ -38,11 +40,13 @@ from splitppo.tools.export import export
 CPU = torch.device("cpu")
 BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
 OUTPUTS = PolicyOutputs(0.7, 80)
+LAYERS = ["sliding_attention", "full_attention"]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 4},
+    "gemma3_text": {"sliding_window": 4, "head_dim": 16, "layer_types": LAYERS},
 }
 # whether embedding and output layer are tied
 KINDS = [(True, "policy"), (False, "policy"), (False, "value")]
@@ -88,7 +92,7 @@ def objective(model, batch, given, kind):
         losses = -OUTPUTS(model, batch, entropy=False)[0] * given["target"]
     else:
         losses = (value_outputs(model, batch) - given["target"]) ** 2
-    return algo.aggregate_loss(losses, batch.mask, "token_mean"), {}
+    return algo.aggregate_loss(losses, batch.lengths, "token_mean"), {}
 
 
 def outputs(model, batch, kind):
@@ -101,8 +105,8 @@ def make_learner(
     folder, kind, runtime, role, *, packed=False, checkpointing=False, compiled=False
 ) -> Learner:
     model, group = build(read_config(str(folder)), kind, packed=packed), runtime.groups[role]
-    (tensor,) = runtime.sets[role].values() or (None,)
-    how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "tensor": tensor}
+    (ranks,) = runtime.sets[role].values()
+    how: Any = {"activation_checkpointing": checkpointing, "compiled": compiled, "ranks": ranks}
     parallelize(model, runtime.shards[role], dtype=torch.float32, **how)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     optim = OptimConfig(lr=LR, eps=1e-3, max_grad_norm=CLIP)
@@ -167,7 +171,7 @@ def ranks(rank, folders, actor, sizes, shard_size, packed, cases):
     )
     placement = place(config, world=4, local_world=4)
     runtime = Runtime(
-        Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_sizes=sizes
+        Launch(rank, 4, rank, 4), placement, CPU, 60.0, shard_size=shard_size, set_shapes=sizes
     )
     role = "actor" if "actor" in runtime.groups else "critic"
     return role, case_rank(folders, runtime, role, packed, cases)
@@ -206,16 +210,23 @@ def plain(
     return outs, norms, before, model.state_dict()
 
 
-MESHES = [  # each case is in one of the large ones, each shape and each kind in both
-    (4, {"actor": [2]}, None, False, CASES[::2]),  # 2x2
-    (4, {"actor": [2]}, 2, True, CASES[3:6]),  # two replicas of 1x2
+TWO = SetShape(tensor=2)
+CUT = SetShape(sequence=2)
+MESHES = {  # each case is in one of the large ones, each shape and each kind in both
+    "2x2": (4, {"actor": [TWO]}, None, False, CASES[::2]),
+    "2x1x2": (4, {"actor": [TWO]}, 2, True, CASES[3:6]),  # two replicas of 1x2
     # 1x2 in the one group, 2x1 in the other
-    (2, {"actor": [2], "critic": [1]}, None, True, CASES[1::2]),
-]
+    "1x2 and 2x1": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, CASES[1::2]),
+    # rows, sequence, tensor
+    "2x2x1": (4, {"actor": [CUT]}, None, True, CASES[1::2]),
+    "1x2x2": (4, {"actor": [SetShape(2, 2)]}, None, True, CASES[::2]),
+    "1x4x1": (4, {"actor": [SetShape(4)]}, 2, True, CASES[3:6]),  # two key heads
+    "1x2x1 and 1x1x2": (2, {"actor": [CUT], "critic": [TWO]}, None, True, CASES[4::5]),
+}
 
 
 @pytest.mark.parametrize(
-    ("actor", "sizes", "shard_size", "packed", "cases"), MESHES, ids=["2x2", "2x1x2", "1x2 and 2x1"]
+    ("actor", "sizes", "shard_size", "packed", "cases"), MESHES.values(), ids=MESHES
 )
 def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
     every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed, cases)
@@ -246,23 +257,31 @@ def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
                         )
 
 
-def compiled_rank(rank, folder):
+def compiled_rank(rank, folder, shape):
     """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs
     that they needed."""
     graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
+
+    def over_all(q: Any, k: Any, v: Any, *_: Any) -> torch.Tensor:
+        """Rows see each other: what the lengths cut can't be compiled, and there is no kernel."""
+        heads = (x.transpose(0, 1) for x in (q, k, v))
+        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
+
     # in this process
+    attention._row_by_row = over_all  # type: ignore[assignment]
     torch.compile = lambda given, *, dynamic, **_: compiler(given, dynamic=dynamic, backend=graphs)
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
-    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
+    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_shapes={"actor": [shape]})
     norms = []
     for compiled in (False, True):
-        how: Any = {"checkpointing": True, "compiled": compiled}
+        how: Any = {"checkpointing": True, "compiled": compiled, "packed": shape == CUT}
         norms.append(train(make_learner(folder, "policy", runtime, "actor", **how), "policy"))
     return norms, graphs.frame_count
 
 
-def test_compiled_layers_of_a_set_are_the_same(folders):
-    for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True"):
+@pytest.mark.parametrize("shape", [TWO, CUT])
+def test_compiled_layers_of_a_set_are_the_same(folders, shape):
+    for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True", shape):
         assert norms == pytest.approx(plain_norms, rel=1e-6)
         assert 0 < graphs <= 3, "lengths or layers are compiled anew"
 
@@ -285,7 +304,8 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
     return sent, received
 
 
-def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis):
     """Four actor ranks in sets of two and two critic ranks without; then one rank; then two of both
     roles, and only the critics are one set."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -296,7 +316,7 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
         "--ppo.kl-target=0.001",
         "--ppo.kl-horizon=100",
     ]
-    sets = ["--placement.actor=4", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"]
+    sets = ["--placement.actor=4", f"--fsdp.{axis}-parallel=2", f"--value.{axis}-parallel=1"]
     saving = ["--checkpoint.every=1", "--checkpoint.keep=0", f"--run-dir={whole}"]
     hops = run_ranks(6, wire_rank, [*argv, *sets, *saving])
     every = [sorted(key for part in hops for key in part[side]) for side in (0, 1)]
@@ -304,7 +324,7 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path):
     assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == [0, 2, 4, 5]
     first = f"--resume={checkpoint.step_folder(whole, 1)}"
     run_ranks(1, main_rank, [*argv, f"--run-dir={cut}", first, "--steps=2"])
-    both = ["--placement.mode=colocated", "--value.tensor-parallel=2"]
+    both = ["--placement.mode=colocated", f"--value.{axis}-parallel=2"]
     run_ranks(2, main_rank, [*argv, *both, f"--run-dir={cut}"])
     for role in ("actor", "critic"):
         due = figures(whole, role)
@@ -370,21 +390,20 @@ class Ids:
         return {}
 
 
-def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
-    """Scores of a rank's rows by a reward model whose layers four ranks share, two of which own the
-    same rows."""
+def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, float]:
+    """Scores of a rank's rows by a reward model that four ranks share, some of which own the same
+    rows. `shapes`: the group's sets and the model's."""
     placement = place(PlacementConfig(mode="colocated"), world=4, local_world=4)
-    runtime = Runtime(
-        Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_sizes={"critic": [size, 4]}
-    )
-    group, tensor = runtime.groups["critic"], runtime.sets["critic"][4]
-    model = build(read_config(str(folder)), "reward").requires_grad_(False)
+    runtime = Runtime(Launch(rank, 4, rank, 4), placement, CPU, 60.0, set_shapes={"critic": shapes})
+    group, ranks = runtime.groups["critic"], runtime.sets["critic"][shapes[1]]
+    packed = shapes[1].sequence > 1
+    model = build(read_config(str(folder)), "reward", packed=packed).requires_grad_(False)
     parallelize(
         model,
         runtime.shards["critic"],
         dtype=torch.float32,
         activation_checkpointing=False,
-        tensor=tensor,
+        ranks=ranks,
     )
     fill(model, str(folder), device=CPU)
     text = RewardText(Ids(), Ids(), chat=False, longest=64)
@@ -395,8 +414,16 @@ def reward_rank(rank: int, folder: Path, size: int) -> dict[int, float]:
     return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size):
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [SetShape(), SetShape(tensor=4)],
+        [TWO, SetShape(tensor=4)],
+        [CUT, SetShape(sequence=4)],
+        [TWO, SetShape(2, 2)],
+    ],
+)
+def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, shapes):
     config = AutoConfig.from_pretrained(
         folders / "qwen3_False", num_labels=1, num_key_value_heads=4, intermediate_size=44
     )
@@ -406,9 +433,9 @@ def test_a_frozen_model_is_cut_otherwise_than_its_group(folders, tmp_path, size)
             config, dtype=torch.float32
         ).eval()
     model.save_pretrained(tmp_path)
-    found = run_ranks(4, reward_rank, tmp_path, size)
+    found = run_ranks(4, reward_rank, tmp_path, shapes)
     seen = {row: score for part in found for row, score in part.items()}
-    assert sorted(seen) == [row for row in range(BATCH) if row % 4 < 4 // size]
+    assert sorted(seen) == [row for row in range(BATCH) if row % 4 < 4 // shapes[0].size]
     for sample in samples():
         if sample.row in seen:
             with torch.no_grad():

@@ -101,8 +101,10 @@ def fields(tokens: int) -> dict[str, Tensor]:
 def policy_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
     logprobs, entropy = OUTPUTS(model, batch, entropy=True)
     clips: Any = {"clip_low": 0.2, "clip_high": 0.3, "aggregate": "token_mean"}
-    loss, metrics = algo.policy_loss(logprobs, given["old"], given["wanted"], batch.mask, **clips)
-    return loss - 0.01 * algo.aggregate_loss(entropy, batch.mask, "token_mean"), metrics
+    loss, metrics = algo.policy_loss(
+        logprobs, given["old"], given["wanted"], batch.lengths, **clips
+    )
+    return loss - 0.01 * algo.aggregate_loss(entropy, batch.lengths, "token_mean"), metrics
 
 
 def value_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
@@ -111,7 +113,7 @@ def value_objective(model: Any, batch: Any, given: dict[str, Tensor]) -> Any:
         value_outputs(model, batch),
         old,
         given["wanted"],
-        batch.mask,
+        batch.lengths,
         clip=0.5,
         aggregate="token_mean",
     )

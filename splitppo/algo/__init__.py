@@ -1,12 +1,11 @@
 """The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another
 rank.
 
-Shapes: `B` rows, `T` padded length, `N` packed tokens, `V` vocabulary. Losses take padded tensors:
-a mask is bool or 0/1 and is 1 where the policy sampled a token; what lies outside is never read,
-and not-a-number there changes no result. What leads from scores to advantages takes packed tokens:
-those that the policy sampled, row after row, and the rows' `lengths`. Log-probs, KL and entropy are
-in nats. Shapes that don't fit and settings out of their range are a ValueError. Parts of a batch
-add up: the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
+Shapes: `B` rows, `N` packed tokens, `V` vocabulary. All takes packed tokens: those that the policy
+sampled, row after row, and the rows' `lengths`. Nothing is padded: one row of 32k tokens among a
+thousand short ones would cost most of the memory. Log-probs, KL and entropy are in nats. Shapes
+that don't fit and settings out of their range are a ValueError. Parts of a batch add up: the caller
+may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
 
 Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438).
 Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020
@@ -38,7 +37,7 @@ from splitppo.algo.losses import (
     bounded_values,
     entropy,
     importance_weights,
-    masked_mean,
+    mean,
     policy_loss,
     staleness,
     value_loss,
@@ -62,7 +61,7 @@ __all__ = [
     "gae",
     "importance_weights",
     "kl_estimate",
-    "masked_mean",
+    "mean",
     "merge_moments",
     "moments",
     "policy_loss",

@@ -1,4 +1,4 @@
-"""Losses and entropy, of padded tensors `[B, T]` with a mask."""
+"""Losses and entropy, of packed tensors `[N]`: the response tokens of one row after the other."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,41 +12,35 @@ Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
 
 
-def _keep(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` inside the mask, 0 outside. Selects rather than multiplies, for 0 * nan is nan."""
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
+def mean(x: Tensor) -> Tensor:
+    """Mean of `x` `[N]`: a 0-d tensor, 0 (still on the graph) without tokens."""
+    check_shapes(1, x=x)
+    return x.sum() / max(len(x), 1)
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` `[B, T]` over the mask `[B, T]`: a 0-d tensor, 0 (still on the graph) when the
-    mask is empty."""
-    return aggregate_loss(x, mask, "token_mean")
+def _means(figures: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Detached means; of a condition, the share of tokens that fulfil it."""
+    return {name: mean(x.detach().to(dtype)) for name, x in figures.items()}
 
 
-def _means(figures: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Detached means over the mask; of a condition, the share of tokens that fulfil it."""
-    return {name: masked_mean(x.detach().to(dtype), mask) for name, x in figures.items()}
-
-
-def aggregate_loss(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """One number from token losses `x` `[B, T]` over the mask `[B, T]`; 0 (still on the graph) when
-    it is empty.
+def aggregate_loss(x: Tensor, lengths: Tensor, aggregate: Aggregate) -> Tensor:
+    """One number from token losses `x` `[N]` of rows with so many tokens, `lengths` `[B]`; 0 (still
+    on the graph) without tokens.
 
     `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or
-    the mean over each row's tokens, then the mean over the rows with a non-empty mask.
+    the mean over each row's tokens, then the mean over the rows that have some.
     """
-    check_shapes(2, x=x, mask=mask)
-    lengths = mask.bool().sum(dim=1)
+    check_shapes(1, x=x)
     weight = aggregate_weight(lengths, aggregate).clamp(min=1)  # refuses an unknown name
-    row_sums = _keep(x, mask).sum(dim=1)
     if aggregate == "seq_mean_token_mean":
-        row_sums = row_sums / lengths.clamp(min=1)
-    return row_sums.sum() / weight.to(x.dtype)
+        # of a known size: else the host would wait for the GPU to count
+        x = x / lengths.repeat_interleave(lengths, output_size=len(x))
+    return x.sum() / weight.to(x.dtype)
 
 
 def aggregate_weight(lengths: Tensor, aggregate: Aggregate) -> Tensor:
-    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens in the mask `[B]`:
-    the tokens, or the rows that have one.
+    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens `[B]`: the tokens,
+    or the rows that have one.
 
     Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the
     loss of the whole: so a mini-batch gives the same loss and gradient however it is cut.
@@ -66,7 +60,7 @@ def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor,
+    lengths: Tensor,
     *,
     clip_low: float,
     clip_high: float,
@@ -78,30 +72,29 @@ def policy_loss(
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d
     tensors.
 
-    All tensors `[B, T]`. With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side,
+    Tensors are `[N]`, the rows' `lengths` `[B]`.
+    With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side,
     where it has no gradient (`clamp_log_ratio`), and advantage A, a token loses `max(-A * ratio, -A
     * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by `-c *
     A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
     With the mode `mask` a token loses `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else
-    0 (SAO, arXiv:2607.07508, eq. 3); there is no dual clip. `weights` `[B, T]`, if given, multiply
+    0 (SAO, arXiv:2607.07508, eq. 3); there is no dual clip. `weights` `[N]`, if given, multiply
     the tokens' losses (importance weights). Gradient flows into `logprobs` only.
 
-    Metrics, detached means over the mask: `ppo_kl` mean of old - new log-prob; `pg_clipfrac` share
-    of tokens whose clipped term is the larger loss; `pg_clipfrac_lower` share that the dual clip
-    bounds; `ratio_mean`; `ratio_clamped` share whose log-ratio is clamped; with `mask`,
+    Metrics, detached means over the tokens: `ppo_kl` mean of old - new log-prob; `pg_clipfrac`
+    share of tokens whose clipped term is the larger loss; `pg_clipfrac_lower` share that the dual
+    clip bounds; `ratio_mean`; `ratio_clamped` share whose log-ratio is clamped; with `mask`,
     `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are the means of
     the size of their advantages and of all.
     """
-    check_shapes(2, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    check_shapes(1, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if clip_low < 0 or clip_high < 0 or (dual_clip is not None and dual_clip <= 1):
         raise ValueError(
             "want clip_low, clip_high >= 0 and dual_clip > 1,"
             f" got {clip_low}, {clip_high}, {dual_clip}"
         )
     advantages = advantages.detach()
-    # Masked here, not only in the mean: what overflows in the padding would give its log-probs a
-    # gradient of nan.
-    log_ratio = _keep(logprobs - old_logprobs.detach(), mask)
+    log_ratio = logprobs - old_logprobs.detach()
     ratio = clamp_log_ratio(log_ratio).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -109,12 +102,12 @@ def policy_loss(
     losses = torch.maximum(plain, clipped)
     if mode == "mask":
         changed = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
-        losses = _keep(plain, ~changed)
+        losses = plain.masked_fill(changed, 0.0)
     bound = -advantages * (torch.inf if dual_clip is None else dual_clip)
     bounded = (advantages < 0) & (losses > bound)
     losses = torch.where(bounded, bound, losses)
     if weights is not None:
-        check_shapes(2, weights=weights, mask=mask)
+        check_shapes(1, weights=weights, logprobs=logprobs)
         losses = losses * weights.detach()
     figures = {
         "ppo_kl": -log_ratio,
@@ -124,35 +117,29 @@ def policy_loss(
     }
     figures["ratio_clamped"] = log_ratio.abs() > LOG_RATIO
     if mode == "mask":
-        figures |= {"pg_lost": _keep(advantages.abs(), changed), "pg_advantage": advantages.abs()}
-    return aggregate_loss(losses, mask, aggregate), _means(figures, mask, ratio.dtype)
+        figures |= {"pg_lost": advantages.abs() * changed, "pg_advantage": advantages.abs()}
+    return aggregate_loss(losses, lengths, aggregate), _means(figures, ratio.dtype)
 
 
 def staleness(
-    logprobs: Tensor,
-    sampled: Tensor,
-    age: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    logprobs: Tensor, sampled: Tensor, age: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
     """How far the policy has moved from those that sampled the tokens; `STALENESS`, 0-d tensors.
 
-    All tensors `[B, T]`; `sampled`: the behaviour log-probs; `age`: steps since a token was
-    sampled. The shares are of all tokens of the mask: those of an age whose ratio to the behaviour
+    All tensors `[N]`; `sampled`: the behaviour log-probs; `age`: steps since a token was
+    sampled. The shares are of all tokens: those of an age whose ratio to the behaviour
     policy lies outside the clip range. Then the means of the ratio and of its square: the square of
     the one over the other is the ratios' effective sample size.
     """
-    check_shapes(2, logprobs=logprobs, sampled=sampled, age=age, mask=mask)
-    ratio = clamp_log_ratio(_keep(logprobs - sampled, mask)).exp()
+    check_shapes(1, logprobs=logprobs, sampled=sampled, age=age)
+    ratio = clamp_log_ratio(logprobs - sampled).exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     figures = [
         *(outside & of_age for of_age in (age == 0, age == 1, age >= 2)),
         ratio,
         ratio.square(),
     ]
-    return _means(dict(zip(STALENESS, figures, strict=True)), mask, ratio.dtype)
+    return _means(dict(zip(STALENESS, figures, strict=True)), ratio.dtype)
 
 
 def importance_weights(
@@ -182,7 +169,7 @@ def value_loss(
     values: Tensor,
     old_values: Tensor,
     returns: Tensor,
-    mask: Tensor,
+    lengths: Tensor,
     *,
     clip: float | None,
     aggregate: Aggregate,
@@ -190,23 +177,23 @@ def value_loss(
     """Half the squared error of the values, clipped as the policy is: `(loss, metrics)`, 0-d
     tensors.
 
-    All tensors `[B, T]`. A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
+    Tensors are `[N]`, the rows' `lengths` `[B]`.
+    A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
     R)^2)`; `clip=None` leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9;
     clip and half are those of its code (openai/baselines, ppo2). Gradient flows into `values` only.
-    Metrics, detached means over the mask: `vf_clipfrac` share of tokens whose clipped term is the
+    Metrics, detached means over the tokens: `vf_clipfrac` share of tokens whose clipped term is the
     larger loss; `vpred_mean`.
     """
-    check_shapes(2, values=values, old_values=old_values, returns=returns, mask=mask)
+    check_shapes(1, values=values, old_values=old_values, returns=returns)
     if clip is not None and clip < 0:
         raise ValueError(f"clip must be at least 0 or None, got {clip}")
     old_values = old_values.detach()
     returns = returns.detach()
-    kept = _keep(values, mask)
-    plain = clipped = (kept - returns).square()
+    plain = clipped = (values - returns).square()
     if clip is not None:
-        clipped = (torch.clamp(kept, old_values - clip, old_values + clip) - returns).square()
-    metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": kept}, mask, kept.dtype)
-    return aggregate_loss(0.5 * torch.maximum(plain, clipped), mask, aggregate), metrics
+        clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": values}, values.dtype)
+    return aggregate_loss(0.5 * torch.maximum(plain, clipped), lengths, aggregate), metrics
 
 
 def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor:
@@ -230,27 +217,30 @@ def bounded_logits(values: Tensor, bounds: tuple[float, float] | None) -> Tensor
 def bounded_value_loss(
     logits: Tensor,
     returns: Tensor,
-    mask: Tensor,
+    lengths: Tensor,
     *,
     bounds: tuple[float, float],
     aggregate: Aggregate,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of bounded values: `(loss, metrics)`, 0-d tensors.
 
-    All tensors `[B, T]`. With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
+    Tensors are `[N]`, the rows' `lengths` `[B]`.
+    With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
     `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
     Monte-Carlo returns in [low, high]: of the losses for a probability, this one makes p their
     mean. Gradient flows into `logits` only. Metrics, as of `value_loss`: `vf_clipfrac`, always 0;
     `vpred_mean`, of the values.
     """
-    check_shapes(2, logits=logits, returns=returns, mask=mask)
+    check_shapes(1, logits=logits, returns=returns)
     low, high = bounds
-    kept = _keep(logits, mask)
-    share = _keep((returns.detach() - low) / (high - low), mask)
+    share = (returns.detach() - low) / (high - low)
     # log(1 - sigmoid(x)) is -softplus(x), and log(sigmoid(x)) is x - softplus(x): neither overflows
-    losses = torch.nn.functional.softplus(kept) - share * kept
-    figures = {"vf_clipfrac": torch.zeros_like(kept), "vpred_mean": bounded_values(kept, bounds)}
-    return aggregate_loss(losses, mask, aggregate), _means(figures, mask, kept.dtype)
+    losses = torch.nn.functional.softplus(logits) - share * logits
+    figures = {
+        "vf_clipfrac": torch.zeros_like(logits),
+        "vpred_mean": bounded_values(logits, bounds),
+    }
+    return aggregate_loss(losses, lengths, aggregate), _means(figures, logits.dtype)
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -90,11 +90,11 @@ class ComputeConfig:
     """Precision of forward and backward. Weights and reductions stay float32. `auto`: bfloat16 on
     GPUs."""
     micro_batch_tokens: int = 16384
-    """Most tokens of one forward-backward, padding included. A longer row is a micro-batch of its
-    own."""
+    """Most tokens that a rank has of one forward-backward, padding included. A longer row is a
+    micro-batch of its own."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Concatenate rows without padding. `auto`: on GPUs in bfloat16, if the model's attention
-    allows it."""
+    allows it; and wherever rows are shared (`fsdp.sequence_parallel`)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers with torch.compile, with dynamic lengths. `auto`: on GPUs."""
     gather: Literal["layer", "mini_batch"] = "layer"
@@ -116,6 +116,10 @@ class FsdpConfig:
     tensor_parallel: int = 1
     """Ranks of one node that share each layer of policy and value model, and so their rows (a
     set)."""
+    sequence_parallel: int = 1
+    """Ranks of one node that share each row of policy and value model: every one has a piece of a
+    micro-batch's tokens, and of its attention heads. For rows that are too long for one rank.
+    Together with `fsdp.tensor_parallel` a set has as many ranks as both, multiplied."""
 
 
 @dataclass(frozen=True)
@@ -234,11 +238,18 @@ class Config:
     def tensor_parallel(self, model: str) -> int:
         """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`.
         Without a value model the critic's rows belong to one rank each."""
-        policy = self.fsdp.tensor_parallel
-        value = self.value.tensor_parallel or (policy if self.value_models else 1)
+        return self._ranks("tensor_parallel", model)
+
+    def sequence_parallel(self, model: str) -> int:
+        """Ranks that share each row of a model, as `tensor_parallel`."""
+        return self._ranks("sequence_parallel", model)
+
+    def _ranks(self, setting: str, model: str) -> int:
+        policy = getattr(self.fsdp, setting)
+        value = getattr(self.value, setting) or (policy if self.value_models else 1)
         group = policy if self.placement.reference == "actor" else value
         own = {
-            "reference": self.reference.tensor_parallel or group,
-            "reward": self.reward.tensor_parallel or value,
+            "reference": getattr(self.reference, setting) or group,
+            "reward": getattr(self.reward, setting) or value,
         }
         return {"policy": policy, "value": value, **own}[model]

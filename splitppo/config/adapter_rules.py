@@ -18,7 +18,11 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
         "policy.offload": config.policy.offload == "all" and "all",
         "value.offload": value.offload == "all" and "all",
     }
-    sets = {name: config.tensor_parallel(name) for name in models}
+    sets = {
+        name: f"tensor_parallel={config.tensor_parallel(name)} and "
+        f"sequence_parallel={config.sequence_parallel(name)}"
+        for name in models
+    }
     return [
         *(
             (
@@ -52,7 +56,8 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
         ),
         (
             value.share_base and sets["policy"] != sets["value"],
-            f"{shares} with sets of {sets['policy']} ranks for the policy and {sets['value']} for "
-            "the value model: one base is cut one way; leave value.tensor_parallel unset",
+            f"{shares} with {sets['policy']} for the policy and {sets['value']} for the value "
+            "model: one base is cut one way; leave value.tensor_parallel and "
+            "value.sequence_parallel unset",
         ),
     ]

@@ -85,8 +85,10 @@ class ReferenceConfig:
     offload: bool = False
     """Keep the reference's shards in pinned host memory between uses."""
     tensor_parallel: int | None = None
-    """Ranks that share each of the reference's layers: a multiple of its group's. Unset: as many as
-    its group's."""
+    """Ranks that share each of the reference's layers. Unset: as many as its group's. Its sets have
+    a multiple of the ranks of its group's sets."""
+    sequence_parallel: int | None = None
+    """Ranks that share each of the reference's rows. Unset: as many as its group's."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class ValueConfig:
     """Use the first so many layers of the body, with its final norm. Unset: all."""
     tensor_parallel: int | None = None
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
+    sequence_parallel: int | None = None
+    """Ranks that share each of the value model's rows. Unset: `fsdp.sequence_parallel`."""
     ensemble: int = 1
     """Value models, each trained on an equal part of every prompt's responses, or of the prompts if
     these have fewer responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
@@ -279,8 +283,11 @@ class RewardConfig:
     """Render prompt and response with the reward model's own chat template, if it has one. Else: as
     plain text."""
     tensor_parallel: int | None = None
-    """Ranks that share each of the reward model's layers: a multiple of the value model's. Unset:
-    as many as these."""
+    """Ranks that share each of the reward model's layers. Unset: as many as the value model's. Its
+    sets have a multiple of the ranks of the value model's."""
+    sequence_parallel: int | None = None
+    """Ranks that share each of the reward model's rows, for a causal model with a linear head on
+    its states. Unset: as many as the value model's. 1: each rank of a set reads all of its rows."""
     validation: tuple[str, ...] = ()
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"

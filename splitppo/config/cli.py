@@ -27,7 +27,7 @@ PATHS = (
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
-    r"|.*\.tensor_parallel|(policy|value)\.offload"
+    r"|.*\.(tensor|sequence)_parallel|(policy|value)\.offload"
 )
 LORA_RATE = 10  # learning rates with LoRA, by those without, where none is set (docs/lora.md)
 # defaults of the embedded model, which needs larger learning rates

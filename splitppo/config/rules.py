@@ -10,6 +10,7 @@ from typing import Any
 from splitppo.config import OF_VALUES, Config
 from splitppo.config.adapter_rules import of_adapters
 from splitppo.config.env_rules import of_environments
+from splitppo.config.sets import of_sets
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
@@ -19,12 +20,13 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda v: v >= 1,
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
-        engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.tensor_parallel
-        log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches ppo.value_epochs
-        ppo.value_mini_batches reference.tensor_parallel reward.tensor_parallel reward.workers
+        engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.sequence_parallel
+        fsdp.tensor_parallel log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches
+        ppo.value_epochs ppo.value_mini_batches reference.sequence_parallel
+        reference.tensor_parallel reward.sequence_parallel reward.tensor_parallel reward.workers
         rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
         rollout.max_prompt_tokens rollout.samples steps value.ensemble value.layers
-        value.pretrain_epochs value.tensor_parallel""",
+        value.pretrain_epochs value.sequence_parallel value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -133,11 +135,6 @@ def _check_size(name: str, number: Any) -> None:
 def _of_job(config: Config) -> Contradictions:
     log = config.log
     ppo = config.ppo
-    cut = config.tensor_parallel
-    groups = {
-        "reference": "policy" if config.placement.reference == "actor" else "value",
-        "reward": "value",
-    }
     return [
         (
             config.world_size is not None and not config.dry_run,
@@ -156,19 +153,7 @@ def _of_job(config: Config) -> Contradictions:
             f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise "
             "log.validate_temperature",
         ),
-        *(
-            (
-                cut(model) % cut(group),
-                f"{model}.tensor_parallel={cut(model)} is no multiple of the {group}'s, "
-                f"{cut(group)}; leave it unset",
-            )
-            for model, group in groups.items()
-        ),
-        (
-            config.reward.tensor_parallel and config.reward.model is None,
-            f"reward.tensor_parallel={config.reward.tensor_parallel} cuts a reward.model, and none "
-            "is set; unset it",
-        ),
+        *of_sets(config),
     ]
 
 

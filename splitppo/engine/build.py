@@ -72,7 +72,8 @@ def check_engine(
         raise UserError(f"engine.sleep={config.engine.sleep} needs a GPU; use auto or off")
     size = config.engine.tensor_parallel
     text = model_config.get_text_config(decoder=True)
-    check_cut("the engine's", "engine", size, "actor", placement, local_world=local_world)
+    setting = "engine.tensor_parallel"
+    check_cut("the engine's", setting, size, "actor", placement, local_world=local_world)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (kv_heads % size and size % kv_heads):

@@ -4,6 +4,7 @@ through host memory."""
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.job.launch import Launch
+from splitppo.placement import SetShape
 
 # axes over which weights are sharded; the second alone if there is one replica
 SHARDED = ("replica", "shard")
@@ -23,7 +25,8 @@ class Group:
     """The ranks that play one role, as one of them sees it. All of them must call each method.
 
     The mesh's axes have names. Rows belong to the ranks along `rows` (data parallelism). Ranks
-    along all other axes are a set: they share rows, whatever for (tensor parallelism). So sums and
+    along all other axes are a set: they share rows, whatever for (sequence and
+    tensor parallelism). So sums and
     gathers run along `rows` alone.
 
     Attributes:
@@ -120,17 +123,43 @@ class TensorSet:
         mesh: the axis `tensor` is the set, the others are those of `line`. A part of a weight
             belongs to each place.
         line: the mesh over which this rank's part of a layer is sharded; as in `Runtime.shards`.
-        peers: the sets of the role's group that this set joins, as a group whose ranks have
-            different rows; or None.
         group, size: the set's process group, and its ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, line: DeviceMesh, peers: Group | None):
+    def __init__(self, mesh: DeviceMesh, line: DeviceMesh):
         self.mesh = mesh
         self.line = line
-        self.peers = peers
         self.group = mesh.get_group("tensor")
         self.size = mesh["tensor"].size()
+
+
+@dataclass(frozen=True)
+class ModelSet:
+    """The ranks that run a model's rows together, as one of them sees them.
+
+    Attributes:
+        sequence: process group of those that have the same weights and other tokens; or None.
+        tensor: those that have the same tokens and other weights; or None.
+        peers: the sets of the role's group that this set joins, as a group whose ranks have
+            different rows; or None.
+    """
+
+    sequence: Any = None
+    tensor: TensorSet | None = None
+    peers: Group | None = None
+
+
+def ranks_of(model: Any) -> ModelSet:
+    """The set that runs a model, one rank or more."""
+    return getattr(model, "ranks", None) or ModelSet()
+
+
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    """What all ranks of a process group have, `[ranks, n]`; each has a tensor `[n]`."""
+    ranks = dist.get_world_size(group)
+    gathered = own.new_empty(ranks * len(own))
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    return gathered.view(ranks, len(own))
 
 
 class GroupMaker:
@@ -178,10 +207,19 @@ class GroupMaker:
         mesh = self.mesh(lines.unflatten(1, (-1, *wide.values())), "rows", *wide)
         return Group(mesh) if mesh else None
 
-    def tensor_set(self, held: Tensor, size: int, least: int) -> TensorSet | None:
-        """The set of `size` ranks that holds this rank. `held`: the role's ranks `[ranks]`, or
-        `[replicas, ranks]`; the sets of its group have `least`."""
+    def model_set(self, held: Tensor, shape: SetShape, least: SetShape) -> ModelSet:
+        """The set of this shape that holds this rank. `held`: the role's ranks `[ranks]`, or
+        `[replicas, ranks]`; the sets of its group have the shape `least`."""
         names = SHARDED[-held.ndim :]
-        mesh = self.mesh(held.unflatten(-1, (-1, size)).movedim(-1, 0)[None], "tensor", *names)
-        peers = self.group(held.reshape(-1, size), tensor=least) if size > least else None
-        return TensorSet(mesh, mesh[names], peers) if mesh else None
+        tensor = None
+        if shape.tensor > 1:
+            cut = held.unflatten(-1, (-1, shape.tensor)).movedim(-1, 0)
+            if mesh := self.mesh(cut[None], "tensor", *names):
+                tensor = TensorSet(mesh, mesh[names])
+        sets = held.reshape(-1, shape.size)
+        lines = sets.unflatten(1, shape).transpose(1, 2).flatten(0, 1)
+        return ModelSet(
+            self.line(lines) if shape.sequence > 1 else None,
+            tensor,
+            self.group(sets, **least._asdict()) if shape.size > least.size else None,
+        )

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from splitppo.errors import UserError
-from splitppo.job.collectives import SHARDED, Group, GroupMaker, TensorSet
+from splitppo.job.collectives import SHARDED, Group, GroupMaker, ModelSet
 from splitppo.job.heartbeat import Heartbeat
 from splitppo.job.launch import Launch
 from splitppo.job.nodes import Peer, check_alike, choose_interface, connect, join
 from splitppo.job.status import Status
-from splitppo.placement import Placement, Role, ShardSize, replicas
+from splitppo.placement import Placement, Role, SetShape, ShardSize, replicas
 
 # seconds at most until all ranks are there: torchrun starts them at the same time
 STARTUP_LIMIT = 300.0
@@ -35,8 +35,7 @@ class Runtime:
         groups: role -> its group, for the roles that this rank plays.
         shards: role -> the mesh over which its weights are sharded: the group's, or one of replica
             x shard.
-        sets: role -> ranks of a tensor-parallel set -> the set that holds this rank, for sizes
-            above 1.
+        sets: role -> shape of a set -> the set that holds this rank.
         saving: role -> process group of the same ranks over Gloo, for reading and writing
             checkpoints.
         wire: process group of all ranks, for the channels alone.
@@ -52,7 +51,7 @@ class Runtime:
         timeout: float,
         *,
         shard_size: ShardSize = None,
-        set_sizes: Mapping[Role, Sequence[int]] | None = None,
+        set_shapes: Mapping[Role, Sequence[SetShape]] | None = None,
         facts: Mapping[str, str] | None = None,
     ):
         self.launch = launch
@@ -81,7 +80,9 @@ class Runtime:
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
         self.work_done = self.heartbeat.closed
-        self._make_groups(dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_sizes or {})
+        self._make_groups(
+            dist.PrefixStore(f"{prefix}/groups", shared), shard_size, set_shapes or {}
+        )
 
     def _check_nodes(self, peers: list[Peer], facts: Mapping[str, str]) -> None:
         """Raises UserError on all ranks if one rank's node cannot take part: the others would wait
@@ -100,28 +101,29 @@ class Runtime:
             raise UserError(problems[0])
 
     def _make_groups(
-        self, store: dist.Store, shard_size: ShardSize, set_sizes: Mapping[Role, Sequence[int]]
+        self,
+        store: dist.Store,
+        shard_size: ShardSize,
+        set_shapes: Mapping[Role, Sequence[SetShape]],
     ) -> None:
         maker = GroupMaker(self.launch, self.device.type, store, self.timeout)
         # longer than the channels' waits, which name the ranks
         self.wire = maker.new_group(timeout=timedelta(seconds=2 * self.timeout))
         self.groups: dict[Role, Group] = {}
         self.shards: dict[Role, DeviceMesh] = {}
-        self.sets: dict[Role, dict[int, TensorSet]] = {}
+        self.sets: dict[Role, dict[SetShape, ModelSet]] = {}
         self.saving: dict[Role, Any] = {}
         for role, ranks in self.placement.groups.items():
-            own, *_ = sizes = set_sizes.get(role, [1])
+            own, *_ = shapes = set_shapes.get(role, [SetShape()])
             held = torch.tensor(
                 replicas(role, self.placement, shard_size, local_world=self.launch.local_world)
             ).squeeze(0)
-            group = maker.group(torch.tensor([ranks]), tensor=own)
+            group = maker.group(torch.tensor([ranks]), **own._asdict())
             mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
-            made = {
-                size: maker.tensor_set(held, size, own) for size in dict.fromkeys(sizes) if size > 1
-            }
+            made = {shape: maker.model_set(held, shape, own) for shape in dict.fromkeys(shapes)}
             if group and mesh:
                 self.groups[role], self.shards[role] = group, mesh
-                self.sets[role] = {size: found for size, found in made.items() if found}
+                self.sets[role] = made
             maker.made.clear()
             self.saving[role] = maker.new_group(list(ranks), backend="gloo")
 

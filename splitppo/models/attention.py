@@ -11,6 +11,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from splitppo.models.sequence import SequenceSet
+
 PACKED = "splitppo_packed"
 WIDEST_HEAD = 256  # of the kernel
 # since torch 2.12 the kernel has a flag for query heads that have a key head in common
@@ -33,6 +35,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    sequence: SequenceSet | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: `[1, L, heads, width]`, and None in place of the attention
@@ -43,12 +46,16 @@ def packed_attention(
         sliding_window: how many tokens a token sees, itself included; None: all before it.
         cu_seq_lens_q: `[rows + 1]` int32, where each row begins, and L.
         max_length_q: length of the longest row, or more.
+        sequence: the ranks over which the rows are cut: query, key and value are of this rank's
+            tokens, the boundaries of all.
     """
     if cu_seq_lens_q is None or other.get("softcap") is not None or other.get("s_aux") is not None:
         raise RuntimeError(
             f"{type(module).__name__} can't run packed rows; set --compute.packing off"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if sequence:
+        q, k, v = (sequence.to_heads(x) for x in (q, k, v))
     window = sliding_window or 0
     if query.is_cuda and query.dtype != torch.float32:
         out: Any = varlen_attn(
@@ -64,8 +71,9 @@ def packed_attention(
             window_size=(window - 1, 0) if window else (-1, 0),
             **_GROUPED,
         )
-        return out[None], None
-    return cast(Any, _row_by_row)(q, k, v, cu_seq_lens_q, scaling, window)[None], None
+    else:
+        out = cast(Any, _row_by_row)(q, k, v, cu_seq_lens_q, scaling, window)
+    return (sequence.to_tokens(out) if sequence else out)[None], None
 
 
 @torch.compiler.disable  # shapes depend on the lengths, which are data

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitppo.models.sequence import SequenceSet
 from splitppo.rollout import Episode, Rollout, episode_of
 
-Fields = dict[str, Tensor]  # per-token tensors by name, packed `[N]` or padded `[B, T]`
+Fields = dict[str, Tensor]  # packed per-token tensors `[N]` by name
 MiniBatches = Sequence[Sequence[int]]  # the rows of each mini-batch
 Cut = list[list[int]]  # micro-batches, as indices of rows
 ROUND = 64  # a packed micro-batch has a multiple of this many tokens
@@ -20,47 +21,70 @@ ROUND = 64  # a packed micro-batch has a multiple of this many tokens
 class MicroBatch:
     """Rows of one forward pass, prompt and response together. Packed rows follow one another; their
     boundaries are inputs (attention.py). Padded rows have the padding on the right, where no token
-    sees it: attention is causal."""
+    sees it: attention is causal.
+
+    Where the ranks of a set run the rows together, the ids are a piece of all, and `before` and
+    `responses` are of the response tokens that were chosen in it. What is computed of them becomes
+    whole by `join`."""
 
     # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
     inputs: dict[str, Any]
     before: Tensor  # `[N]` int64, the place before each response token in the flattened ids
     responses: Tensor  # `[N]` int64, the response tokens
-    mask: Tensor  # `[B, T]` bool, True at response tokens; `[N]` tensors fill it row by row
-    places: Tensor  # `[N]` int64, where in the flattened mask the response tokens are
+    lengths: Tensor  # `[B]` int64, the response tokens of each row
+    chosen: Tensor  # `[N]` int64, as `before`, in the ids of all ranks of the set
+    sequence: SequenceSet | None = None
 
-    def pad(self, packed: Tensor) -> Tensor:
-        """`[N]` -> `[B, T]`, 0 where padded."""
-        # by index: the gradient through a mask would make the host wait for the GPU to count the
-        # mask
-        return (
-            packed.new_zeros(self.mask.numel())
-            .index_copy(0, self.places, packed)
-            .view(self.mask.shape)
-        )
+    def join(self, own: Tensor) -> Tensor:
+        """What is computed of this rank's response tokens, as `before`, to `[N]` of all."""
+        if self.sequence is None:
+            return own
+        length = self.inputs["input_ids"].shape[1]
+        return self.whole(own.new_zeros(length).index_copy(0, self.before, own))[self.chosen]
+
+    def whole(self, own: Tensor) -> Tensor:
+        """`[L]` of the ids to a tensor of all ranks' ids."""
+        return self.sequence.join(own) if self.sequence else own
 
 
 def micro_batch(
-    episodes: Sequence[Episode], device: torch.device, *, packed: bool = False
+    episodes: Sequence[Episode],
+    device: torch.device,
+    *,
+    packed: bool = False,
+    sequence: SequenceSet | None = None,
 ) -> MicroBatch:
     """The rows of one forward pass. Without rows, a dummy batch: the rank must take part in its
-    group's passes."""
+    group's passes. `sequence`: the ranks over which packed rows are cut."""
     rows = [episode.ids.long() for episode in episodes] or [torch.zeros(2, dtype=torch.int64)]
     sampled = [episode.places + len(episode.prompt) for episode in episodes] or [rows[0][:0]]
+    inputs: dict[str, Any]
     if packed:
-        inputs, starts = _packed_inputs(rows)
+        inputs, starts = _packed_inputs(rows, sequence.size if sequence else 1)
     else:
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         inputs = {"input_ids": ids}
         starts = [i * ids.shape[1] for i in range(len(rows))]
-    before = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
+    chosen = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
     responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
     lengths = torch.tensor([len(places) for places in sampled])
-    mask = torch.arange(max(int(lengths.max()), 1)) < lengths[:, None]
-    places = mask.flatten().nonzero()[:, 0]
+    before = chosen
+    if sequence:
+        length = inputs["input_ids"].shape[1] // sequence.size
+        first = length * sequence.rank
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = inputs[name][:, first : first + length]
+        own = (chosen >= first) & (chosen < first + length)
+        before = chosen[own] - first
+        responses = responses[own]
+        inputs["sequence"] = sequence
     return MicroBatch(
         {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},
-        *(to_device(tensor, device) for tensor in (before, responses, mask, places)),
+        before=to_device(before, device),
+        responses=to_device(responses, device),
+        lengths=to_device(lengths, device),
+        chosen=to_device(chosen, device),
+        sequence=sequence,
     )
 
 
@@ -69,12 +93,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _packed_inputs(rows: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
+def _packed_inputs(rows: Sequence[Tensor], ranks: int) -> tuple[dict[str, Any], list[int]]:
     """The model's inputs, and where each row begins in the flattened ids. A row of zeros fills them
-    up to a multiple of ROUND: GPUs are faster at such sizes."""
+    up to a multiple of ROUND for each of the ranks: GPUs are faster at such sizes."""
     ids = list(rows)
     lengths = [len(row) for row in rows]
-    if missing := -sum(lengths) % ROUND:
+    if missing := -sum(lengths) % (ROUND * ranks):
         ids.append(torch.zeros(missing, dtype=torch.int64))
         lengths.append(missing)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -215,8 +215,9 @@ def build(
     packed: bool = False,
 ) -> nn.Module:
     """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward
-    model is transformers' sequence-classification model. With `packed` the model takes packed rows
-    (attention.py), and no others."""
+    model is transformers' sequence-classification model; for packed rows its body and its linear
+    head `score`, if it has these. With `packed` the model takes packed rows (attention.py), and no
+    others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
     auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     with no_init_weights(), on_meta():
@@ -246,6 +247,8 @@ def build(
                 )
             made = {"policy": PolicyModel, "value": ValueModel, "both": SharedModel}
             model = made[kind](model.eval())
+        elif packed:
+            model = ValueModel(model.eval(), model.score)
     cast(Any, model).folder_names = names
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 

@@ -69,16 +69,16 @@ class ValueModel(nn.Module):
     """A causal model's body with a scalar head `score` on its last hidden states. The body is named
     as in the causal model and its folder (`base_model_prefix`). The head runs in float32, in which
     values near each other differ. With `value_range` in the configuration its outputs are logits of
-    bounded values."""
+    bounded values. A reward model for packed rows is the same with a head of its own."""
 
     float32 = ("score",)
 
-    def __init__(self, causal: Any):
+    def __init__(self, causal: Any, score: nn.Linear | None = None):
         super().__init__()
         self.config = causal.config
         self.base_model_prefix = causal.base_model_prefix
         setattr(self, self.base_model_prefix, causal.base_model)
-        self.score = nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
+        self.score = score or nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
 
     def forward(self, at: Tensor, **inputs: Any) -> Tensor:
         """`[N, 1]` values, or their logits, of the states `at` `[N]` in the flattened ids."""
@@ -150,12 +150,12 @@ class PolicyOutputs:
     def __call__(
         self, model: nn.Module, batch: MicroBatch, *, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, `[B, T]` float32; without `entropy` the latter are 0."""
+        """Log-probs and entropies, `[N]` float32; without `entropy` the latter are 0."""
         # a tensor: to the compiler a number would be a computation on the CPU
         temperature = torch.full((), self.temperature, device=batch.before.device)
         measure = partial(self._measure, temperature=temperature, entropy=entropy)
         logprobs, entropies = model(batch.before, batch.responses, measure, **batch.inputs)
-        return batch.pad(logprobs), batch.pad(entropies)
+        return batch.join(logprobs), batch.join(entropies)
 
     def _measure(self, logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         if not self.compiled or targets.numel() < 2:
@@ -166,15 +166,23 @@ class PolicyOutputs:
 
 
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Values `[B, T]` float32 of the states in which the response tokens were chosen: one position
+    """Values `[N]` float32 of the states in which the response tokens were chosen: one position
     before each."""
     bounds = getattr(model.config, "value_range", None)
     return algo.bounded_values(head_outputs(model, batch), bounds)
 
 
 def head_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """As `value_outputs`; logits `[B, T]` if the values are bounded."""
-    return batch.pad(model(batch.before, **batch.inputs)[:, 0].float())
+    """As `value_outputs`; logits `[N]` if the values are bounded."""
+    return batch.join(model(batch.before, **batch.inputs)[:, 0].float())
+
+
+def last_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """A reward model's scores `[N]` float32 at the response tokens themselves, of packed rows. They
+    are read off all tokens: a state may be with another rank than the one before it."""
+    every = torch.arange(batch.inputs["input_ids"].shape[1], device=batch.chosen.device)
+    scores = model(every, **batch.inputs)[:, 0].float()
+    return batch.whole(scores)[batch.chosen + 1]
 
 
 def token_outputs(

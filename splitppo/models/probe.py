@@ -5,17 +5,18 @@ knows."""
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, code_of
-from splitppo.models.heads import PolicyOutputs, head_outputs
+from splitppo.models.heads import PolicyOutputs, head_outputs, last_scores
 from splitppo.rollout import Episode, episode_of
 
 # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
@@ -27,17 +28,33 @@ ROWS = ((3, 5), (1, 9), (6, 1), (2, 12))  # tokens of prompt and response
 CUTS = ((0, 1, 2, 3), (3, 1), (0, 2))  # micro-batches
 
 
-def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool) -> str:
-    """Why the model's outputs on such rows aren't those of transformers; "" if they are."""
+class _Shuffled:
+    """Stands for a set of ranks that share rows: outside attention, tokens have another order. So a
+    model that mixes tokens elsewhere, too, is found without ranks."""
+
+    def __init__(self, tokens: int):
+        self.order = torch.randperm(tokens)
+        self.back = self.order.argsort()
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        return states[self.back]
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        return states[self.order]
+
+
+def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool, cut: bool = False) -> str:
+    """Why the model's outputs on such rows aren't those of transformers; "" if they are. `cut`:
+    with packed rows of which each rank has some tokens."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
         try:
-            return _mismatch(config, kind, packed)
+            return _mismatch(config, kind, packed, cut)
         except Exception as error:  # of transformers, for rows or models that it can't take
             return one_line(f"{type(error).__name__}: {error}")[:200]
 
 
-def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
+def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool, cut: bool) -> str:
     text: Any = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 1
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -47,14 +64,17 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
     problem = ""
     for row, (prompt, response) in enumerate(ROWS):
         ids = torch.randint(1, VOCABULARY, (prompt + response,)).tolist()
-        episodes.append(episode_of(row, ids[:prompt], ids[prompt:]))
+        first = -1 if kind == "reward" else prompt  # of the response: a text has one score
+        episodes.append(episode_of(row, ids[:first], ids[first:]))
     for small in _small_copies(config):
         try:
-            plain = _random_model(small)
-            head = nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
-            expected = [
-                _expected(plain, head if kind == "value" else None, episode) for episode in episodes
-            ]
+            plain = _random_model(small, kind)
+            head = (
+                plain.score
+                if kind == "reward"
+                else nn.Linear(plain.get_output_embeddings().weight.shape[-1], 1)
+            )
+            expected = [_expected(plain, head, kind, episode) for episode in episodes]
         except Exception as error:  # this copy is too small for its type; the next one may do
             problem = (
                 problem
@@ -64,8 +84,8 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool) -> str:
         model = build(small, kind, packed=packed)
         weights = plain.state_dict() | head.state_dict(prefix="score.")
         model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-        cuts = [([episodes[i] for i in cut], [expected[i] for i in cut]) for cut in CUTS]
-        error = max(_error(model, kind, packed, *cut) for cut in cuts)
+        cuts = [([episodes[i] for i in rows], [expected[i] for i in rows]) for rows in CUTS]
+        error = max(_error(model, kind, packed, cut, *rows) for rows in cuts)
         return (
             "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"
         )
@@ -76,30 +96,49 @@ def _error(
     model: nn.Module,
     kind: Kind,
     packed: bool,
+    cut: bool,
     episodes: Sequence[Episode],
     expected: Sequence[Tensor],
 ) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
     batch = micro_batch(episodes, torch.device("cpu"), packed=packed)
-    policy = PolicyOutputs(1.0, VOCABULARY)
-    out = head_outputs(model, batch) if kind == "value" else policy(model, batch, entropy=False)[0]
-    errors = [(line[: len(row)] - row).abs().max() for line, row in zip(out, expected, strict=True)]
+    if cut:
+        among = _Shuffled(batch.inputs["input_ids"].shape[1])
+        names = ("input_ids", "position_ids")
+        moved = {name: batch.inputs[name][:, among.order] for name in names}
+        batch = replace(
+            batch,
+            inputs=batch.inputs | moved | {"sequence": among},
+            before=among.back[batch.before],
+            chosen=among.back[batch.chosen + 1] - 1,  # as `last_scores` reads it
+        )
+    if kind == "policy":
+        out, _ = PolicyOutputs(1.0, VOCABULARY)(model, batch, entropy=False)
+    else:
+        out = (head_outputs if kind == "value" else last_scores)(model, batch)
+    errors = [
+        (line - row).abs().max()
+        for line, row in zip(out.split([*map(len, expected)]), expected, strict=True)
+    ]
     return float(torch.stack(errors).max().nan_to_num(math.inf, math.inf))
 
 
-def _expected(plain: Any, head: nn.Module | None, episode: Episode) -> Tensor:
-    """`[T]` log-probs of a row alone, by transformers; with a head its values."""
+def _expected(plain: Any, head: nn.Module, kind: Kind, episode: Episode) -> Tensor:
+    """`[T]` log-probs of a row alone, by transformers; its values, by the head; or its score."""
     ids = episode.ids.long()[None]
     n = len(episode.response)
-    if head is not None:
+    if kind == "reward":
+        return plain(input_ids=ids).logits[0]
+    if kind == "value":
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)
     return logprobs.gather(-1, ids[0, -n:, None])[:, 0]
 
 
-def _random_model(config: PretrainedConfig) -> Any:
+def _random_model(config: PretrainedConfig, kind: Kind) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    model: Any = AutoModelForCausalLM.from_config(
+    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    model: Any = auto.from_config(
         deepcopy(config), dtype=torch.float32, trust_remote_code=bool(code_of(config))
     ).eval()
     for parameter in model.parameters():

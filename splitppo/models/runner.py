@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from splitppo.job.collectives import Group
+from splitppo.job.collectives import Group, ranks_of
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import (
     Cut,
@@ -22,16 +22,16 @@ from splitppo.models.batching import (
 )
 from splitppo.models.heads import PolicyOutputs, adapters_off
 from splitppo.models.offload import HostShards, Offloaded
-from splitppo.models.tensor import parts_of
+from splitppo.models.sequence import sequence_of
 from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors
 
-Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[B, T]` tensors
+Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[N]` tensors
 
 
 @dataclass(frozen=True)
 class Runner:
     """How a group runs forward passes: in lockstep, micro-batch by micro-batch. `budget` is the
-    number of tokens that a micro-batch may have, padding counted."""
+    number of tokens that a rank may have of a micro-batch, padding counted."""
 
     group: Group
     device: torch.device
@@ -46,30 +46,36 @@ class Runner:
         (cut,) = self.cut(model, [rollout.totals])
         found = []
         for rows in cut:
-            batch = micro_batch(
-                [rollout.episodes[i] for i in rows], self.device, packed=is_packed(model)
-            )
+            batch = self.micro_batch(model, [rollout.episodes[i] for i in rows])
             found.append([out.float() for out in outputs(model, batch)])
         by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
         # in a loop of its own: reading a result waits for the GPU, which would then be idle
         for rows, outs in zip(cut, found, strict=True):
+            lengths = [rollout.lengths[i] for i in rows]
             for field, out in zip(by_row, outs, strict=True):
-                for i, line in zip(rows, out.cpu(), strict=False):
-                    field[rollout.rows[i]] = line[: rollout.lengths[i]]
+                for i, line in zip(rows, out.cpu().split(lengths), strict=True):
+                    field[rollout.rows[i]] = line
         return [rollout.pack(field) for field in by_row]
+
+    def micro_batch(self, model: nn.Module, episodes: Sequence[Episode]) -> MicroBatch:
+        """The rows in the form that the model takes."""
+        return micro_batch(
+            episodes, self.device, packed=is_packed(model), sequence=sequence_of(model)
+        )
 
     def cut(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> list[Cut]:
         """Cuts sets of rows, given by their tokens, into micro-batches of about equal work. A set
         has equally many on all ranks of the group, which must all call it; some may be without
         rows. Returns indices into the sets."""
         packed = is_packed(model)
-        cuts = [cut_lengths(lengths, self.budget, packed=packed) for lengths in rows]
+        sequence = sequence_of(model)
+        budget = self.budget * (sequence.size if sequence else 1)
+        cuts = [cut_lengths(lengths, budget, packed=packed) for lengths in rows]
         counts = self.group.all_max([len(cut) for cut in cuts])
         if packed:
             for i, (lengths, count) in enumerate(zip(rows, counts, strict=True)):
                 cuts[i] = (
-                    partition(work(model, lengths), count, sizes=lengths, room=self.budget)
-                    or cuts[i]
+                    partition(work(model, lengths), count, sizes=lengths, room=budget) or cuts[i]
                 )
         return [
             cut + [[] for _ in range(count - len(cut))]
@@ -135,8 +141,7 @@ class Frozen:
         """The first of the outputs (`Runner.forward`) of these rows, in their order, packed. All
         ranks of the group must call it. The model runs also the rows of the other ranks with which
         it shares layers."""
-        ranks = parts_of(self.model).ranks
-        peers = ranks and ranks.peers
+        peers = ranks_of(self.model).peers
         whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
         self.shards.fetch()
         found = self.runner.forward(self.model, whole, outputs, fields=fields)

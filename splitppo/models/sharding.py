@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from splitppo.job.collectives import TensorSet
+from splitppo.job.collectives import ModelSet, all_gather
 from splitppo.models.names import weights_of
+from splitppo.models.sequence import SequenceSet
 from splitppo.models.tensor import cut_layers, parts_of, transformer_layers
 
 # From some number of tokens on (4,096), Inductor would fuse the two reductions of a norm's
@@ -30,7 +31,7 @@ def parallelize(
     dtype: torch.dtype,
     activation_checkpointing: bool,
     compiled: bool = False,
-    tensor: TensorSet | None = None,
+    ranks: ModelSet | None = None,
     adapt: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Prepares a model on the meta device for a group, in place: activation checkpointing,
@@ -39,11 +40,17 @@ def parallelize(
     `dtype`, but for the modules that the model names in `float32`. Gradients are *summed* over the
     ranks: the loss is already normalised by the whole mini-batch.
 
-    With a `tensor` set, layers are cut over the set, and each part is sharded over the set's
-    `line`. What is not cut (embeddings, output layer) is sharded over `mesh`, all ranks: these have
-    the same gradient on all ranks of a set. `adapt` may then add modules to the layers; weights
-    that are not trained may have another precision."""
-    cast(Any, model).mesh = mesh
+    `ranks` are those that run the model's rows together. If they share layers, these are cut over
+    the set, and each part is sharded over the set's `line`. What is not cut (embeddings, output
+    layer) is sharded over `mesh`, all ranks: these have the same gradient on all ranks of such a
+    set. If they share rows, each has the gradient of its own tokens: a part of the sum. `adapt` may
+    then add modules to the layers; weights that are not trained may have another precision."""
+    ranks = ranks or ModelSet()
+    tensor = ranks.tensor
+    own = cast(Any, model)
+    own.mesh = mesh
+    own.ranks = ranks
+    own.sequence = SequenceSet(ranks.sequence) if ranks.sequence else None
     if tensor:
         cut_layers(model, tensor.size, tensor)
     if adapt:
@@ -138,14 +145,6 @@ def _gather_shards(
         name: part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
         for (name, parameter), part in zip(named.items(), parts, strict=True)
     }
-
-
-def all_gather(own: Tensor, group: Any) -> Tensor:
-    """What all ranks of a group have, `[ranks, n]`; each has a tensor `[n]`."""
-    ranks = dist.get_world_size(group)
-    gathered = own.new_empty(ranks * len(own))
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(ranks, len(own))
 
 
 def local(parameter: Tensor) -> Tensor:

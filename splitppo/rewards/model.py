@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from splitppo.config import RewardConfig
+from splitppo.models.attention import is_packed
 from splitppo.models.batching import MicroBatch
+from splitppo.models.heads import last_scores
 from splitppo.models.runner import Frozen, Runner
 from splitppo.rewards.functions import Failure
 from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
@@ -122,8 +124,10 @@ class RewardModel(Frozen):
         )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
-        """The scores `[B, 1]`. A decoder's score is read at the last token that is not
+        """The scores `[B]`. In padded texts a decoder's score is read at the last token that is not
         `pad_token_id`, so a model without a padding token gets an id that no text contains."""
+        if is_packed(model):
+            return [last_scores(model, batch)]
         ids: Tensor = batch.inputs["input_ids"]
         mask = torch.ones_like(ids).bool()
         if len(batch.before):  # or the rank has no rows left, and runs a dummy
@@ -134,7 +138,9 @@ class RewardModel(Frozen):
             used = set(ids[mask].tolist())
             pad = model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
         ids = ids.masked_fill(~mask, pad)
-        return [model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits[:, :1]]
+        return [
+            model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits[: len(batch.before), 0]
+        ]
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:

@@ -28,7 +28,7 @@ from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Role
+from splitppo.placement import Role, set_shape
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
@@ -328,10 +328,10 @@ class Builder:
             self.runtime.shards[role],
             dtype=resolved.dtype,
             activation_checkpointing=config.compute.activation_checkpointing and not frozen,
-            # a reward model runs padded, over texts of its own: compiling it would take longer than
-            # it saves
+            # a reward model runs over texts of its own: compiling it would take longer than it
+            # saves
             compiled=resolved.compiled and name != "reward",
-            tensor=self.runtime.sets[role].get(config.tensor_parallel(name)),
+            ranks=self.runtime.sets[role][set_shape(config, name)],
             adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
         )
         weights.fill(

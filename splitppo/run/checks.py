@@ -13,9 +13,10 @@ from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
 from splitppo.errors import UserError
 from splitppo.models import lora
+from splitppo.models.sequence import check_heads
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
-from splitppo.placement import check_sets, data_parallel
+from splitppo.placement import check_sets, data_parallel, set_shape
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
@@ -59,9 +60,12 @@ def preflight(resolved: Resolved) -> None:
     _check_groups(resolved)
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
-        if (size := config.tensor_parallel(name)) > 1:
-            setting = "reward.model" if name == "reward" else f"{name}.path"
-            check_plan(model.config, model.kind, size, f"{setting}={model.name}")
+        setting = f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
+        shape = set_shape(config, name)
+        if shape.tensor > 1:
+            check_plan(model.config, model.kind, shape.tensor, setting)
+        if shape.sequence > 1:
+            check_heads(model.config, shape.sequence, shape.tensor, setting)
     if _on_hub(config):
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):
@@ -132,7 +136,9 @@ def warnings(resolved: Resolved) -> list[str]:
     ppo = config.ppo
     rows = config.rollout.batch_size
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
-    unused = () if "reference" in resolved.models else ("path", "tensor_parallel")
+    unused = (
+        () if "reference" in resolved.models else ("path", "tensor_parallel", "sequence_parallel")
+    )
     why = (
         "the reference is the policy with its adapters off"
         if config.base_is_reference

@@ -33,8 +33,8 @@ FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
     r"|value\.share_base"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
-    r"|(reference|value|reward)\.tensor_parallel|reward\.(workers|timeout|model_offload)"
-    r"|env\.timeout"
+    r"|(reference|value|reward)\.(tensor|sequence)_parallel"
+    r"|reward\.(workers|timeout|model_offload)|env\.timeout"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
 )

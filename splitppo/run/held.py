@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from splitppo.models.footprint import Footprint, footprint
-from splitppo.placement import replicas
+from splitppo.placement import SetShape, replicas, set_shape
 from splitppo.run.resolve import Model, Resolved
 
 
@@ -16,9 +16,8 @@ def _footprint(model: Model, dtype: torch.dtype, compiled: bool) -> Footprint:
     return footprint(model.config, model.kind, dtype, compiled=compiled, adapter=model.adapter)
 
 
-def footprint_of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
-    """A model's footprint, and among how many ranks its weights are sharded, and each of its layers
-    is cut."""
+def footprint_of(resolved: Resolved, name: str) -> tuple[Footprint, int, SetShape]:
+    """A model's footprint, among how many ranks its weights are sharded, and its set."""
     ranks, *_ = replicas(
         resolved.role_of(name),
         resolved.placement,
@@ -30,7 +29,7 @@ def footprint_of(resolved: Resolved, name: str) -> tuple[Footprint, int, int]:
     if name == "value" and resolved.config.value.share_base:
         # the output layer is gathered with the rest of the base
         found = replace(found, root=footprint_of(resolved, "policy")[0].root)
-    return found, len(ranks), resolved.config.tensor_parallel(name)
+    return found, len(ranks), set_shape(resolved.config, name)
 
 
 def held_of(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:

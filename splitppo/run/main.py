@@ -22,7 +22,7 @@ from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
-from splitppo.placement import place, set_sizes
+from splitppo.placement import place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.life import Run
@@ -98,7 +98,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         device,
         config.timeout,
         shard_size=config.fsdp.shard_size,
-        set_sizes=set_sizes(config),
+        set_shapes=set_shapes(config),
         facts=folder.facts_of(config),
     )
     signals = StopSignals(runtime)

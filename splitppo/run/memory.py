@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place
+from splitppo.placement import Role, place, set_shape
 from splitppo.run.held import footprint_of, held_of
 from splitppo.run.resolve import Resolved
 
@@ -196,6 +196,11 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     sizes = [len(ranks) for ranks in resolved.placement.groups.values()]
     engine = 2 * config.engine.tensor_parallel
     trainer = 2 * config.fsdp.tensor_parallel
+    pieces = 2 * config.fsdp.sequence_parallel
+    whole = all(size % (2 * set_shape(config, "policy").size) == 0 for size in sizes)
+    heads = resolved.models["policy"].config.num_attention_heads
+    longest = -(-2 * config.rollout.max_row_tokens // pieces)
+    long = longest > config.compute.micro_batch_tokens and heads % (pieces * trainer // 2) == 0
     half = config.compute.micro_batch_tokens // 2
     other = "actor" if config.placement.reference == "critic" else "critic"
     # the KL loss needs it at the actor; without another model the critic group would hold none
@@ -210,16 +215,17 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     value = replace(config.value, share_base=True)
     shareable = not any(wrong for wrong, _ in of_adapters(replace(config, value=value)))
     found: list[tuple[str, str, Any, bool]] = [
-        ("compute", "micro_batch_tokens", half, half >= max(config.rollout.max_row_tokens, FEWEST)),
+        ("compute", "micro_batch_tokens", half, half >= max(longest, FEWEST)),
         ("compute", "activation_checkpointing", True, True),
         ("value", "share_base", True, resolved.placement.colocated and shareable and not shared),
+        ("fsdp", "sequence_parallel", pieces, whole and long),
         ("placement", "reference", other, movable),
         ("reference", "offload", True, True),
         ("reward", "model_offload", True, True),
         *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
         *((model, "offload", "all", more[model] == "all" and not shared) for model in more),
         ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
-        ("fsdp", "tensor_parallel", trainer, all(size % trainer == 0 for size in sizes)),
+        ("fsdp", "tensor_parallel", trainer, whole),
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
         flag = f"--{table}.{name}".replace("_", "-") + ("" if setting is True else f" {setting}")
@@ -295,17 +301,23 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
 
 
 def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
-    """Tokens of the largest micro-batch of so many rows of full length, and how many there are."""
+    """A rank's tokens of the largest micro-batch of so many rows of full length, and how many
+    micro-batches there are."""
     longest = resolved.config.rollout.max_row_tokens
-    most = min(rows, max(resolved.config.compute.micro_batch_tokens // longest, 1))
+    pieces = resolved.config.sequence_parallel(name)
+    most = min(rows, max(resolved.config.compute.micro_batch_tokens * pieces // longest, 1))
     count = -(-rows // most)
-    return (-(-rows // count) if resolved.models[name].packed else most) * longest, count
+    held = -(-rows // count) if resolved.models[name].packed else most
+    return -(-held * longest // pieces), count
 
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    found, _, cut = footprint_of(resolved, name)
-    rows = -(-resolved.config.rollout.batch_size * cut // len(resolved.placement.groups[role]))
+    found, _, shape = footprint_of(resolved, name)
+    cut = shape.tensor
+    rows = -(
+        -resolved.config.rollout.batch_size * shape.size // len(resolved.placement.groups[role])
+    )
     tokens, _ = _tokens(resolved, name, rows)
     # with adapters, a layer's outputs are the sum of two
     wide = 3 + bool(resolved.models[name].adapter)
@@ -333,10 +345,11 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     are reduced."""
     config = resolved.config
     model = resolved.models[name]
-    found, shards, cut = footprint_of(resolved, name)
+    found, shards, shape = footprint_of(resolved, name)
+    cut = shape.tensor
     ppo = config.ppo
     width = resolved.dtype.itemsize
-    ranks = len(resolved.placement.groups[role]) // cut
+    ranks = len(resolved.placement.groups[role]) // shape.size
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
     # of a layer, what tensor parallelism does not cut: residual stream and norms

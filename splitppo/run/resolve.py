@@ -155,6 +155,7 @@ class Resolved:
                         "random_init": model.random_init,
                         "packed": model.packed,
                         "tensor_parallel": self.config.tensor_parallel(name),
+                        "sequence_parallel": self.config.sequence_parallel(name),
                         "offload": self.offload(name),
                         **(
                             {
@@ -239,7 +240,7 @@ def _read_model(
         path=path,
         config=found,
         random_init=is_drawn(config, name),
-        packed=wanted and name != "reward",
+        packed=config.sequence_parallel(name) > 1 or (wanted and name != "reward"),
         frozen=getattr(config, name).freeze if name in TRAINED else (),
         number=config.value.ensemble if is_value else 1,
     )
@@ -247,7 +248,7 @@ def _read_model(
         model = replace(model, adapter=_adapter(config, model))
     if path != "tiny":
         weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
-        if probe and name != "reward":
+        if probe and (model.packed or name != "reward"):
             model = replace(model, packed=_packs(config, name, model))
     if model.frozen or model.adapter:
         _ = model.trained  # refuses what matches nothing
@@ -326,8 +327,15 @@ def is_drawn(config: Config, name: str) -> bool:
 def _packs(config: Config, name: str, model: Model) -> bool:
     """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
     least."""
-    why = find_mismatch(model.config, model.kind, packed=model.packed)
+    ranks = config.sequence_parallel(name)
+    why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
     where = f"{name}.path={model.name}"
+    if why and ranks > 1:
+        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
+        raise UserError(
+            f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
+            f"cut: {why}; set --{setting.replace('_', '-')} 1"
+        )
     if why and model.packed and config.compute.packing == "on":
         raise UserError(
             f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"

@@ -119,7 +119,7 @@ def load(
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, engine.device)
-            figures = {"value": value_outputs(value, batch)[0].cpu()} if value else {}
+            figures = {"value": value_outputs(value, batch).cpu()} if value else {}
             found += token_figures(
                 rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )

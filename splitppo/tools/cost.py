@@ -11,8 +11,8 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
 * G is the rollout: decode steps until the longest row ends. A decode step takes longer with more
   rows, so G goes as 1 + rows * (mean length / longest) / ROWS_THAT_DOUBLE. With fewer rows a rank,
   G shrinks only a little. Ranks that share an engine count as ranks with an engine each. Ranks of a
-  tensor-parallel set count as ranks that share the work of their rows: what they lose to sums over
-  the set is in the measured times.
+  set count as ranks that share the work of their rows: what they lose to messages in the set is in
+  the measured times.
 * The critic scores rows under the rollout as they end. After it, mean length / longest of the
   scoring is left: all of it if the rows are equally long.
 * P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for
@@ -176,7 +176,7 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
 
 def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:
     """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a
-    tensor-parallel set in the actor and in the critic group."""
+    set in the actor and in the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
     found = [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
     return [

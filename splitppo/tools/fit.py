@@ -30,7 +30,7 @@ BANDWIDTH = 3.8e12
 HOST = 50e9  # bytes a second between a GPU and pinned host memory
 SHOWN = 5
 # the placements are tried anyway
-TRIED = ("--compute", "--reference", "--policy", "--value", "--engine")
+TRIED = ("--compute", "--reference", "--policy", "--value", "--engine", "--fsdp.sequence")
 
 
 def model_config(name: str) -> PretrainedConfig:

@@ -127,6 +127,8 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
         {"policy": "8b", "reference": "70b"},
         {"actor": 66, "critic": 58},
     ),
+    "long/r1_distill_1.5b_2gpus.toml": (2, {"policy": "1.5b"}, {"actor": 63}),
+    "long/r1_distill_7b_8gpus.toml": (8, {"policy": "7b"}, {"actor": 65}),
 }
 SHAPES: dict[str, Any] = {
     name: kind(
@@ -135,6 +137,7 @@ SHAPES: dict[str, Any] = {
         max_position_embeddings=32768, tie_word_embeddings=False,
     )
     for name, kind, hidden, inside, layers, heads, shared, ids in (
+        ("1.5b", Qwen2Config, 1536, 8960, 28, 12, 2, 151936),
         ("7b", Qwen2Config, 3584, 18944, 28, 28, 4, 152064),
         ("14b", Qwen2Config, 5120, 13824, 48, 40, 8, 152064),
         ("32b", Qwen2Config, 5120, 27648, 64, 40, 8, 152064),

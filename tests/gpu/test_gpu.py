@@ -68,6 +68,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2, SPLIT | {"placement__reference": "critic", "ppo__kl_loss_coef": 0.0},
     ),
     "sets of all models": (2, WHOLE | {"fsdp__tensor_parallel": 2}),
+    "cut rows": (2, WHOLE | {"fsdp__sequence_parallel": 2}),
+    "bfloat16, cut rows": (
+        2, BFLOAT16 | WHOLE | VLLM | {"fsdp__sequence_parallel": 2, "compute__compile": "auto"},
+    ),
     "bfloat16, 1+1": (2, BFLOAT16 | SPLIT | VLLM | {"compute__compile": "auto"}),
 }  # fmt: skip
 # largest difference from the reference: of a loss, of a gradient norm relative to its size, of all

@@ -75,7 +75,7 @@ def policy_objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     logprobs, _ = outputs(model, batch, entropy=False)
     return algo.policy_loss(
-        logprobs, fields["old"], fields["advantages"], batch.mask,
+        logprobs, fields["old"], fields["advantages"], batch.lengths,
         clip_low=0.2, clip_high=0.2, dual_clip=None, aggregate="token_mean",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ def value_objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     values = value_outputs(model, batch)
     return algo.value_loss(
-        values, fields["old"], fields["returns"], batch.mask, clip=0.2, aggregate="token_mean"
+        values, fields["old"], fields["returns"], batch.lengths, clip=0.2, aggregate="token_mean"
     )
 
 

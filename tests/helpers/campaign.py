@@ -210,7 +210,10 @@ def drawn(seed: int, paths: dict[str, str]) -> Case:
             )
         ]
         for model in ("fsdp", "value", "reference", "reward"):
-            flags += [f"--{model}.tensor-parallel={draw.choice([1, 2, 4])}"] * (draw.random() < 0.5)
+            for axis in ("tensor", "sequence"):
+                flags += [f"--{model}.{axis}-parallel={draw.choice([1, 2, 4])}"] * (
+                    draw.random() < 0.3
+                )
         flags += some(draw, FREE, 0.3)
         if allowed(world, [*options, *flags], paths):
             runs.append((world, flags))

@@ -66,6 +66,11 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
         3,
         ["--placement.actor=2", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"],
     ),
+    # and those that share its rows
+    "2+1 cut": (
+        3,
+        ["--placement.actor=2", "--fsdp.sequence-parallel=2", "--value.sequence-parallel=1"],
+    ),
     "colocated set": (
         2,
         ["--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"],
@@ -138,7 +143,7 @@ def draw(count: int, seed: int) -> list[Fault]:
         ):
             continue
         # a set's first rank speaks for it
-        if moment in WIRE and (colocated or (placement, rank) == ("2+1 set", 1)):
+        if moment in WIRE and (colocated or (placement, rank) in (("2+1 set", 1), ("2+1 cut", 1))):
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing

@@ -38,10 +38,10 @@ def keep_mismatches() -> None:
     def shape(config: Any) -> dict[str, Any]:
         return {name: value for name, value in config.to_dict().items() if name not in aside}
 
-    def kept_mismatch(config: Any, kind: Any, *, packed: bool) -> str:
-        if (kind, packed) in _mismatches and shape(config) == tiny:
+    def kept_mismatch(config: Any, kind: Any, *, packed: bool, cut: bool = False) -> str:
+        if not cut and (kind, packed) in _mismatches and shape(config) == tiny:
             return _mismatches[kind, packed]
-        return find_mismatch(config, kind, packed=packed)
+        return find_mismatch(config, kind, packed=packed, cut=cut)
 
     tiny = shape(model_config())
     for kind in ("policy", "value"):

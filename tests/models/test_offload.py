@@ -30,7 +30,7 @@ KINDS = ("none", "optimizer", "all")
 def objective(model: Any, batch: Any, given: Any) -> Any:
     values = value_outputs(model, batch)
     return algo.value_loss(
-        values, given["old"], given["returns"], batch.mask, clip=None, aggregate="token_mean"
+        values, given["old"], given["returns"], batch.lengths, clip=None, aggregate="token_mean"
     )
 
 

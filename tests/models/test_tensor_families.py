@@ -19,7 +19,9 @@ from splitppo.models.heads import PolicyOutputs
 from splitppo.models.sharding import gradient_norm, parallelize
 from splitppo.models.tensor import check_plan
 from splitppo.models.weights import fill
-from splitppo.placement import place
+from splitppo.placement import SetShape, place
+
+TWO = SetShape(tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_every_family_that_is_let_in_is_the_same_in_a_set():
 
 def family_rank(rank):
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
-    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_sizes={"actor": [2]})
+    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0, set_shapes={"actor": [TWO]})
     found: dict[str, Any] = {}
     for name, (kind, settings, _) in PLAIN.items():
         config, numbers = configured(kind, settings), []
@@ -65,14 +67,14 @@ def family_rank(rank):
         except UserError as error:
             found[name] = str(error)
             continue
-        for tensor in (runtime.sets["actor"][2], None):
+        for ranks in (runtime.sets["actor"][TWO], None):
             model = build(config, "policy")
-            how: Any = {"activation_checkpointing": False, "tensor": tensor}
+            how: Any = {"activation_checkpointing": False, "ranks": ranks}
             parallelize(model, runtime.shards["actor"], dtype=torch.float32, **how)
             fill(model, "", device=CPU, random_init=True, seed=1)
             out, _ = PolicyOutputs(1.0, VOCABULARY)(model, micro_batch(rows(), CPU), entropy=False)
-            (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+            (out * torch.arange(len(out))).sum().backward()
             # without a set both ranks have the same rows, and their gradients are summed
-            numbers.append((out.detach(), float(gradient_norm(model)) / (1 if tensor else 2)))
+            numbers.append((out.detach(), float(gradient_norm(model)) / (1 if ranks else 2)))
         found[name] = numbers
     return found

@@ -307,6 +307,18 @@ def test_a_value_model_starts_as_the_reward_model(folders: dict[str, Path], tmp_
     )
 
 
+def test_an_encoders_rows_are_not_cut(folders: dict[str, Path], capsys) -> None:
+    argv = [f"--reward.model={folders['encoder']}", "--placement.mode=colocated", "--dry-run"]
+    cut = ["--world-size=2", "--value.sequence-parallel=2"]
+    assert train.main([*argv, *cut]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"reward.sequence_parallel=2: reward.model={folders['encoder']}: its rows can't be" in said
+    )
+    assert said.strip().endswith("set --reward.sequence-parallel 1")
+    assert train.main([*argv, *cut, "--reward.sequence-parallel=1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -247,6 +247,24 @@ def test_a_run_that_does_not_fit_is_told_with_the_ways():
     assert all("optimizer" not in part for parts in phases.values() for part in parts)
 
 
+def test_rows_longer_than_a_micro_batch_may_be_cut():
+    """A rank then has a part of them, and of what is computed of them. Short rows gain nothing."""
+    flags = ["--placement.mode=colocated", "--rollout.max-prompt-tokens=1024"]
+    whole = resolved_of(*flags, "--rollout.max-new-tokens=31744")
+    cut = memory.with_setting(whole, "fsdp", "sequence_parallel", 2)
+    for phase in ("actor update", "critic update"):
+        sizes = [memory.phases(one)[phase] for one in (whole, cut)]
+        of_32k, of_16k = (
+            parts[f"activations of {tokens:,} tokens"]
+            for parts, tokens in zip(sizes, (32768, 16384), strict=True)
+        )
+        assert of_16k == pytest.approx(of_32k / 2, rel=0.15)
+    assert "--fsdp.sequence-parallel 2" in memory.remedies(whole, 80 * 2**30)
+    short = resolved_of(*flags, "--rollout.max-new-tokens=1024")
+    assert "--fsdp.sequence-parallel 2" not in dict(memory.ways(short))
+    assert "--fsdp.sequence-parallel 4" not in dict(memory.ways(cut)), "16,384 tokens are left"
+
+
 @pytest.mark.parametrize(
     ("gib", "flags", "due"),
     [

@@ -31,6 +31,7 @@ from splitppo.run import main as run_main
 from splitppo.run import trackers
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
+COLOCATED = ("--dry-run", "--world-size=4", "--placement.mode=colocated")
 
 FLAGS = [
     (["--steps=x"], ["--steps", "'x'"]),
@@ -82,13 +83,15 @@ BOUNDS = [
         "0",
         "0",
         "must be at least 1",
-        "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel",
+        "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel "
+        "fsdp.sequence_parallel value.sequence_parallel reference.sequence_parallel",
     ),
     (
         "0",
         "0",
         "must be at least 1",
-        "reward.tensor_parallel rollout.max_context env.max_observation_tokens",
+        "reward.tensor_parallel reward.sequence_parallel rollout.max_context "
+        "env.max_observation_tokens",
     ),
     ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -359,6 +362,21 @@ EARLY = [
         ["reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset"],
     ),
     (
+        ["--fsdp.sequence-parallel=2", "--fsdp.tensor-parallel=2", "--reference.tensor-parallel=1"],
+        [
+            "reference.tensor_parallel=1 and sequence_parallel=2 make sets of 2 ranks, which is no "
+            "multiple of the policy's, 4; leave both unset"
+        ],
+    ),
+    (
+        ["--fsdp.sequence-parallel=2", "--compute.packing=off"],
+        ["fsdp.sequence_parallel=2 cuts packed rows, and compute.packing=off; leave that unset"],
+    ),
+    (
+        ["--reward.sequence-parallel=2"],
+        ["reward.sequence_parallel=2 cuts a reward.model, and none is set; unset it"],
+    ),
+    (
         ["--reward.tensor-parallel=2"],
         ["reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it"],
     ),
@@ -480,10 +498,24 @@ EARLY = [
         ],
     ),
     (
-        ["--dry-run", "--world-size=4", "--placement.mode=colocated", "--fsdp.tensor-parallel=4"],
+        [*COLOCATED, "--fsdp.tensor-parallel=4"],
         [
             "policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no "
             "multiple of it; use"
+        ],
+    ),
+    (
+        [*COLOCATED, "--fsdp.sequence-parallel=4"],
+        [
+            "policy.path=tiny with sequence_parallel=4, tensor_parallel=1: type 'llama' has 2 "
+            "attention heads, no multiple of 4; use a sequence_parallel of [1, 2]"
+        ],
+    ),
+    (
+        [*COLOCATED, "--fsdp.sequence-parallel=4", "--fsdp.tensor-parallel=2"],
+        [
+            "sequence_parallel=4 beside tensor_parallel=2 does not cut the 4 actor ranks, 4 on a "
+            "node or in a replica, into whole sets; set fsdp.sequence_parallel to one of [1, 2]"
         ],
     ),
     (

@@ -493,6 +493,8 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
         "fragments take the rest of 60 GB"
     )
     assert re.search(r"^  \S+.* does not fit: the .* needs \d+ GiB at least$", small[-1])
+    long = plan.plan(model, gpus=4, length=65536, memory=80)
+    assert all("--fsdp.sequence-parallel 2" in line for line in long[4:-1:2])
     small_gpu = r"7b on 1 GPUs, each with 36 GiB \(a GPU of 39.6 GiB .*"
     with pytest.raises(
         UserError, match=rf"{small_gpu}: colocated on 1 does not fit.*; use more GPUs"
