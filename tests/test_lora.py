@@ -434,7 +434,10 @@ WRONG: dict[str, list[str]] = {
     "with value.layers=1": [*ONE_BASE, "--value.layers=1"],
     "with value.path=": [*ONE_BASE, "--value.path={model}"],
     "with policy.offload=all": [*ONE_BASE, "--policy.offload=all"],
-    "with tensor_parallel=1 and sequence_parallel=1 for the policy and tensor_parallel=2": [*ONE_BASE, "--value.tensor-parallel=2"],
+    "sequence_parallel=1 for the policy and tensor_parallel=2": [
+        *ONE_BASE,
+        "--value.tensor-parallel=2",
+    ],
     "use placement.mode=colocated": [*BOTH, "--value.share-base", "--world-size=2"],
     "policy.lora.rank=2: the adapter in {adapter} has 3; set --policy.lora.rank 3": [
         "--policy.lora.rank=2",
