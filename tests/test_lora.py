@@ -14,6 +14,7 @@ from ranks import run_ranks
 from reference_ppo import Adapted
 from runs import SMALL, assert_same, figures, main_rank
 from safetensors.torch import load_file
+from test_families import PLAIN, configured
 from test_flagship import SEED, compare, inputs, parts, reference, run
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -22,6 +23,7 @@ from splitppo import train
 from splitppo.config import LoraConfig, OptimConfig, PlacementConfig
 from splitppo.config.cli import parse
 from splitppo.engine.hf import HFEngine
+from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
@@ -247,6 +249,33 @@ def test_a_shared_base_is_two_models(inputs):
         for name, weight in adapter.trained(own).items():
             weight.data.copy_(held[name])
         assert torch.equal(outputs(shared, kind), outputs(own, kind)), kind
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name != "gpt2"])
+def test_merged_weights_do_what_adapters_do(name):
+    """In each family; none computes past the adapters, with a layer's weight alone."""
+    config = configured(*PLAIN[name][:2])
+    whole, adapted = (build(config, "policy") for _ in range(2))
+    adapter = lora.Adapter("policy", LoraConfig(2, 4))
+    lora.add(adapted, adapter)
+    for model in (whole, adapted):
+        fill(model, "", CPU, random_init=True, seed=SEED)
+    weights, plain = weights_of(randomize(adapted, 0.3)), weights_of(whole)
+    assert plain.keys() == {key for key in weights if ".lora_" not in key}
+    before = outputs(whole, "policy")
+    for layer in lora.targets(adapted, adapter):
+        pair = (weights[part].data for part in adapter.pair(layer))
+        weight = plain[f"{layer}.weight"].data
+        weight.copy_(lora.merge(weight, *pair, scale=2.0))
+    after = outputs(whole, "policy")
+    torch.testing.assert_close(outputs(adapted, "policy"), after, rtol=0, atol=1e-4)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_type_without_linear_layers_is_refused():
+    model = build(configured(*PLAIN["gpt2"][:2]), "policy")
+    with pytest.raises(UserError, match="rank=2 matches no linear layer of type 'gpt2'; train it"):
+        lora.add(model, lora.Adapter("policy", LoraConfig(2)))
 
 
 @pytest.fixture(scope="module")

@@ -114,15 +114,17 @@ def targets(model: nn.Module, adapter: Adapter) -> list[str]:
     ]
     found = set()
     for target in adapter.settings.targets or ("",):
-        where = f"{adapter.kind}.lora.targets={target}"
+        named = f"targets={target}" if target else f"rank={adapter.settings.rank}"
+        where = f"{adapter.kind}.lora.{named}"
         try:
             matched = [layer for layer in layers if re.search(target, layer)]
         except re.error as error:
             raise UserError(f"{where} is no regular expression ({error}); correct it") from error
         if not matched:
+            names = f"their names are like {', '.join(layers[:3])}"
             raise UserError(
                 f"{where} matches no linear layer of type {cast(Any, model).config.model_type!r}; "
-                f"their names are like {', '.join(layers[:3]) or 'none: train it whole'}"
+                f"{names if layers else 'train it whole'}"
             )
         found.update(matched)
     return [layer for layer in layers if layer in found]

@@ -133,8 +133,7 @@ class Frozen:
     ):
         self.model = model
         self.runner = runner
-        own = HostShards(model, runner.device) if offload else Offloaded()
-        self.shards = shards or own
+        self.shards = shards or (HostShards(model, runner.device) if offload else Offloaded())
         self.release_memory()
 
     def run(self, episodes: Sequence[Episode], outputs: Outputs, *, fields: int) -> Tensor:
