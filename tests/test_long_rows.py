@@ -46,7 +46,7 @@ def objective(model: nn.Module, batch: Any, given: dict[str, torch.Tensor]) -> A
 def make_learner(runtime: Runtime, role: Role, budget: int, width: int) -> Learner:
     config = model_config()
     config.update({"hidden_size": width, "intermediate_size": 2 * width})
-    config.max_position_embeddings = LONG
+    config.update({"max_position_embeddings": LONG, "num_hidden_layers": 1})
     model = build(config, "policy", packed=True)
     (ranks,) = runtime.sets[role].values()
     parallelize(

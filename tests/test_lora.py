@@ -378,16 +378,15 @@ def test_a_checkpoint_is_small_and_peft_loads_it(finished, tmp_path, capsys):
             assert (out / kind / file).read_bytes() == (saved / role / file).read_bytes()
         ours = load_model(config, run, kind, saved)
         due = outputs(ours, kind)
+        lines = due.split([len(row.response) for row in rows])
         auto: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForTokenClassification
         more = {} if kind == "policy" else {"num_labels": 1}
         base = auto.from_pretrained(run / "tiny", **more)
         loaded = peft.PeftModel.from_pretrained(base, saved / role)
         exported = auto.from_pretrained(whole / kind)
         for model in (loaded, exported):
-            for row, line in zip(rows, due, strict=True):
-                torch.testing.assert_close(
-                    of_row(model.eval(), row, kind), line[: len(row.response)]
-                )
+            for row, line in zip(rows, lines, strict=True):
+                torch.testing.assert_close(of_row(model.eval(), row, kind), line)
         assert not torch.allclose(
             due, outputs(load_model(config, run, kind, None), kind), atol=1e-3
         )

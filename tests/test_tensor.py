@@ -389,6 +389,9 @@ class Ids:
     def get_vocab(self) -> dict:
         return {}
 
+    def decode(self, ids: Any, **_: Any) -> str:
+        return ""
+
 
 def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, float]:
     """Scores of a rank's rows by a reward model that four ranks share, some of which own the same

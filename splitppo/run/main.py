@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import transformers
@@ -16,6 +17,7 @@ from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, parse
 from splitppo.engine.build import launch_engine
+from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import rehearse, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
@@ -91,7 +93,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
             say(f"already finished, nothing to do: {found}; raise --steps to train on")
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
-    memory.use_expandable_segments(resolved, launch.rank)
+    use_expandable_segments(resolved, launch.rank)
     runtime = rank.runtime = Runtime(
         launch,
         placement,
@@ -127,6 +129,19 @@ def _prepare(
     resolved = resolve(config, placement, local_world, device, probe=probe)
     checks.preflight(resolved)
     return resolved
+
+
+def use_expandable_segments(resolved: Resolved, rank: int) -> None:
+    """Lets PyTorch's allocator extend its segments, which leaves fewer fragments; before the rank
+    allocates on its GPU. Not with settings of the user's own. Not on a rank that shares memory with
+    vLLM by CUDA IPC: PyTorch shares such segments through `pidfd_getfd`, which containers
+    forbid."""
+    shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
+    if shares or resolved.device.type != "cuda" or ALLOCATOR & os.environ.keys():
+        return
+    # for those who ask which settings hold
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def dry_run(config: Config, launch: Launch) -> str:

@@ -1,16 +1,15 @@
 """Estimates the memory of a rank's GPU in each phase of a step, and finds what makes a run fit."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from splitppo.config.adapter_rules import of_adapters
 from splitppo.engine.build import most_rows
-from splitppo.engine.vllm import client, plan, process
+from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint
@@ -74,19 +73,6 @@ def trainer_peak(resolved: Resolved) -> float:
         for phase, parts in phases(resolved).items()
         if resolved.placement.colocated or phase.startswith("actor")
     )
-
-
-def use_expandable_segments(resolved: Resolved, rank: int) -> None:
-    """Lets PyTorch's allocator extend its segments, which leaves fewer fragments; before the rank
-    allocates on its GPU. Not with settings of the user's own. Not on a rank that shares memory with
-    vLLM by CUDA IPC: PyTorch shares such segments through `pidfd_getfd`, which containers
-    forbid."""
-    shares = resolved.engine == "vllm" and "actor" in resolved.placement.roles(rank)
-    if shares or resolved.device.type != "cuda" or process.ALLOCATOR & os.environ.keys():
-        return
-    # for those who ask which settings hold
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def gpu_memory(resolved: Resolved) -> float | None:

@@ -1,5 +1,6 @@
 """configs/calculator: its data, its reward, its first steps."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from splitppo.config.cli import parse
 from splitppo.envs import Message
-from splitppo.envs.player import language_of
+from splitppo.envs.player import turns_of
 from splitppo.envs.tools import ToolEnv, load_tools
 from splitppo.models.tiny import EOS, PAD
 
@@ -83,14 +84,15 @@ def test_the_examples_are_calls_that_are_answered_so(policy: Path):
     """The preset shows what the trainer reads and writes."""
     config = parse([f"--config={PRESET}"])
     tools = load_tools(config.env.tools)
-    turns, read = language_of(config, AutoTokenizer.from_pretrained(policy))
+    turns = turns_of(config, AutoTokenizer.from_pretrained(policy))
+    assert turns
     examples = str(config.data.system).split("\nuser\n")[1:]
     assert len(examples) == 2
     for example in examples:
         parts = example.replace("\ntool\n", "\nassistant\n").split("\nassistant\n")
         asked, call, answer, said = (part.strip() for part in parts)
-        message = read([], turns.tokenizer(call, add_special_tokens=False)["input_ids"])
-        turn = ToolEnv(tools, config.env.format_reward).step(message)
+        message = turns.spoken([], turns.tokenizer(call, add_special_tokens=False)["input_ids"])
+        turn = asyncio.run(ToolEnv(tools, config.env.format_reward).step(message))
         assert turn.messages == [Message("tool", answer, name="calculator")]
         assert turn.reward == config.env.format_reward
         assert call.endswith(config.rollout.stop)

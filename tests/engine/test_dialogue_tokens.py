@@ -4,7 +4,7 @@ engine's log-prob; and the policy reads what the chat template makes of the dial
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from test_engine import CLOSE, ENGINES, hf_engine, llama_config, random_llama, s
 from splitppo.config import Config, EnvConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.player import Player, language_of
+from splitppo.envs.player import Player, turns_of
 from splitppo.models.batching import micro_batch
 from splitppo.models.heads import PolicyModel, PolicyOutputs
 from splitppo.rollout import Episode, Prompt, Rollout
@@ -126,7 +126,7 @@ def test_random_dialogues(engine: Any, name: str, window: int, stop: tuple[str, 
         info = {"roles": roles, "dialogue": dialogues.setdefault(row, [])}
         return Prompt("", [5], "", "", info)
 
-    player = Player(pool, *language_of(given, tokenizer), given)
+    player = Player(pool, cast(Any, turns_of(given, tokenizer)), given)
     sampler = Sampler(
         count // 4 if window else count,
         prompt,
@@ -198,7 +198,7 @@ def check_training(rows: list[Episode], said: dict[int, Any], models: list[Any])
         outputs = PolicyOutputs(1.0, len(TOKENIZER))
         batch = micro_batch(rows, torch.device("cpu"))
         trained, _ = outputs(PolicyModel(model), batch, entropy=False)
-        torch.testing.assert_close(trained[batch.mask], torch.cat(found), rtol=0, atol=CLOSE)
+        torch.testing.assert_close(trained, torch.cat(found), rtol=0, atol=CLOSE)
 
 
 def of_row(model: Any, row: Episode) -> torch.Tensor:

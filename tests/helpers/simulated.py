@@ -14,7 +14,7 @@ from ranks import ALONE
 from splitppo.config import Config, EnvConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.player import Player, language_of
+from splitppo.envs.player import Player, turns_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Prompt
 from splitppo.sampler import Sampler
@@ -133,7 +133,7 @@ class Simulation:
         pool: Any = LocalPool(self.env)
         pool.threads.shutdown()
         pool.threads = self.clock
-        player = SimulatedPlayer(pool, *language_of(config, tokenizer), config)
+        player = SimulatedPlayer(pool, cast(Any, turns_of(config, tokenizer)), config)
         player.clock = self.clock
         self.sampler = Sampler(
             self.slots,

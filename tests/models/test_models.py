@@ -20,11 +20,12 @@ from splitppo.config import PlacementConfig
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.models import heads
+from splitppo.models import heads, probe
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import ROUND, micro_batch
 from splitppo.models.build import build, read_config
 from splitppo.models.heads import PolicyModel, PolicyOutputs
+from splitppo.models.probe import find_mismatch
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill
 from splitppo.placement import place
@@ -122,6 +123,18 @@ def test_a_packed_row_has_the_gradients_that_it_has_alone(mesh, tmp_path):
         torch.testing.assert_close(
             among[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["policy", "value", "reward"])
+def test_rows_are_cut_if_attention_alone_mixes_their_tokens(family, kind, monkeypatch):
+    """Tried in one process: outside of attention a row's tokens have another order. A mixing of
+    tokens elsewhere is as an attention that does not put them right."""
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_labels = 1
+    assert find_mismatch(config, kind, packed=True, cut=True) == ""
+    monkeypatch.setattr(probe._Shuffled, "to_heads", lambda _, states: states)
+    assert "among other rows" in find_mismatch(config, kind, packed=True, cut=True)
 
 
 class Louder(LlamaForCausalLM):

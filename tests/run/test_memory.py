@@ -370,7 +370,7 @@ def test_segments_grow_where_no_memory_is_shared(flags, device, engine, own, gro
     for rank in range(8):
         environ = {"HOME": "/"} | own
         monkeypatch.setattr(os, "environ", environ)
-        memory.use_expandable_segments(job, rank)
+        run_main.use_expandable_segments(job, rank)
         assert told == ["expandable_segments:True"] * (rank in growing)
         assert environ == {"HOME": "/"} | own | ({"PYTORCH_ALLOC_CONF": told[0]} if told else {})
         told.clear()
@@ -385,7 +385,9 @@ def test_segments_are_set_before_the_rank_touches_its_gpu(tmp_path, monkeypatch,
         raise UserError("this far")
 
     monkeypatch.setattr(
-        memory, "use_expandable_segments", lambda _, rank: order.append(f"segments of rank {rank}")
+        run_main,
+        "use_expandable_segments",
+        lambda _, rank: order.append(f"segments of rank {rank}"),
     )
     monkeypatch.setattr(run_main, "Runtime", runtime)
     assert train.main([*SMALL, f"--run-dir={tmp_path / 'run'}"]) == 2
