@@ -114,8 +114,9 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
             },
         ),
         (3, "policy value", {"placement__actor": 2, "compute__packing": "on"}),
+        (2, "policy value", {**SHARED, **COLOCATED, "fsdp__sequence_parallel": 2}),
     ],
-    ids=["policy", "value", "from an adapter", "both", "shared", "shared in sets", "2+1"],
+    ids=["policy", "value", "from an adapter", "both", "shared", "shared in sets", "2+1", "cut"],
 )
 def test_adapters_are_the_papers(inputs, tmp_path, trained_adapter, world, kinds, changes):
     """Losses, gradient norms, adapters, merged weights; and no bit of a base changes."""
