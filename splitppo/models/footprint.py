@@ -77,6 +77,9 @@ def footprint(
         module.register_forward_pre_hook(
             lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor))
         )
+    # the output of a layer with adapters is a sum of two products, and stands for both
+    for module in (module for module in model.modules() if hasattr(module, "lora_A")):
+        module.register_forward_hook(lambda _, __, out: products.seen.append(out))
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     try:
         with (

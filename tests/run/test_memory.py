@@ -438,6 +438,24 @@ def test_a_model_with_its_own_attention_is_estimated_too():
     assert 10 * found.hidden <= found.saved <= 40 * found.hidden
 
 
+def test_compiled_layers_keep_as_much_with_adapters():
+    """As the compiler keeps it: the sum of both products in the place of the one."""
+    shape = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    adapter = Adapter("policy", LoraConfig(4))
+    whole, adapted = (
+        footprint(shape, "policy", torch.bfloat16, compiled=True, adapter=adapter_or_none)
+        for adapter_or_none in (None, adapter)
+    )
+    assert whole.saved == pytest.approx(adapted.saved, rel=0.03)
+
+
 def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeypatch, capfd):
     """As `report_failure` prints them: the phase, what held how much, the ways."""
     found = resolved_of("--placement.actor=6")
