@@ -255,7 +255,7 @@ def test_a_card_is_enlarged_and_put_back(page: Any):
     drag(page, large.locator(".u-over"), 0.25, 0.75)
     assert drawn(page, "actor/ppo_kl")["x"] == pytest.approx([3, 9], abs=0.05)
     page.keyboard.press("Escape")
-    assert large.count() == 0
+    large.wait_for(state="detached")
     after = page.locator("#overview .chart").evaluate_all("all => all.map(one => one.className)")
     assert after == before
     assert page.locator('#overview [data-metric="actor/ppo_kl"] canvas').count() == 1
@@ -347,8 +347,8 @@ def test_rows_of_a_prompt_stand_side_by_side_and_stay_text(page: Any):
     assert answers.count() == 0
     page.select_option("#row-kind", "held-out")
     assert answers.count() == 1
-    assert EVIL in answers.first.inner_text()
-    assert page.locator("#facts").inner_text().count("</script><b>") == 1
+    assert EVIL in answers.first.text_content()
+    assert page.locator("#facts").text_content().count("</script><b>") == 1
     assert page.locator("main img, #prompts script, #facts b").count() == 0
 
 
@@ -373,7 +373,7 @@ def test_rows_by_surprise(page: Any):
 
 def test_tokens_are_shaded_by_value_or_advantage(page: Any):
     spans = page.locator(".tokens").first.locator("span")
-    assert spans.all_inner_texts() == ["x", EVIL, "↵\n", "é", "▯"]
+    assert spans.all_text_contents() == ["x", EVIL, "↵\n", "é", "▯"]
     shades = (
         "all => all.map(one => getComputedStyle(one).backgroundColor.match(/[\\d.]+/g).map(Number))"
     )
@@ -392,7 +392,7 @@ def test_tokens_are_shaded_by_value_or_advantage(page: Any):
     assert readout.inner_text() == '"": value none, advantage none, reward none'
     page.select_option("#shade", "none")
     assert page.locator(".tokens").count() == 0
-    assert "answer 1" in page.locator("#prompts").inner_text()
+    assert "answer 1" in page.locator("#prompts").text_content()
 
 
 def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
@@ -404,22 +404,22 @@ def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
     page = show(page_of(run, 2))
     page.select_option("#row-step", "3")
     asked = page.locator(".question .turn")
-    assert asked.locator("pre").all_inner_texts() == ["You may call add.", "1+1?"]
+    assert asked.locator("pre").all_text_contents() == ["You may call add.", "1+1?"]
     turns = page.locator(".answer").nth(1).locator(".turn")
     assert turns.evaluate_all("all => all.map(one => one.dataset.role)") == [
         "assistant",
         "tool",
         "assistant",
     ]
-    assert turns.locator(".who").all_inner_texts() == [
+    assert turns.locator(".who").all_text_contents() == [
         "policy · value 0.5 · reward 0.25",
         "tool · error",
         "policy · value 0.125 · reward 0",
     ]
-    assert turns.nth(2).locator("pre").inner_text() == EVIL
+    assert turns.nth(2).locator("pre").text_content() == EVIL
     shaded = page.locator(".answer").first.locator(".turn")
-    assert shaded.nth(0).locator("span").all_inner_texts() == ["x"]
-    assert shaded.nth(2).locator("span").all_inner_texts() == ["↵\n", "é"]
+    assert shaded.nth(0).locator("span").all_text_contents() == ["x"]
+    assert shaded.nth(2).locator("span").all_text_contents() == ["↵\n", "é"]
     page.fill("#row-search", "missing a required argument")
     assert page.locator(".answer").count() == 2
 
