@@ -40,7 +40,7 @@ class LoraConfig:
     """Rank of the adapters. 0: no LoRA, the model is trained. Above 0 an unset learning rate is ten
     times the default."""
     alpha: int | None = None
-    """Scale of the adapters, times `rank`. Unset: the rank, so that the scale is 1."""
+    """The adapters are scaled by alpha / rank. Unset: the rank, so that the scale is 1."""
     targets: tuple[str, ...] = ()
     """Linear layers with adapters: names such as `q_proj`, or regular expressions that are searched
     in a layer's Hugging Face name. Empty: all linear layers but the output layer."""

@@ -58,7 +58,8 @@ def check_prompts(
         raise UserError(
             f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} "
             f"(known: {', '.join(BY_DATA_SOURCE)}); "
-            f"set --{setting} to {', '.join(BY_NAME)} or path/to/file.py:name"
+            f"set --{setting} to {', '.join(BY_NAME)} path/to/file.py:name, or none if a "
+            "reward model or an environment is all"
         )
     if "math" in (scored_by(function, source) for function in functions for source in sources):
         find_function("math", setting)  # it needs a library
