@@ -187,12 +187,18 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
 def test_with_adapters(game, tmp_path):
     from test_lora import RANK, LoraConfig, begun
 
-    changes = {f"{kind}__lora__rank": RANK for kind in ("policy", "value")}
-    changes |= {"env__path": f"{game / 'env.py'}:Env", "rollout__window": 5, **LIMITS}
-    changes |= {f"ppo__{name}": value for name, value in OLD.items()}
+    changes: dict[str, Any] = {
+        "env__path": f"{game / 'env.py'}:Env",
+        "rollout__window": 5,
+        **LIMITS,
+    }
+    changes |= {f"{kind}__lora__rank": RANK for kind in ("policy", "value")}
+    changes["ppo__old_logprobs"] = "engine"
     seen = run(game, tmp_path, 2, odd="exact", placement__actor=1, **changes)
     adapters = {kind: begun(game / kind, kind, LoraConfig(RANK)) for kind in ("policy", "value")}
-    due = reference(game, seen, window=5, heard=listener(game), adapters=adapters, **OLD)
+    due = reference(
+        game, seen, window=5, heard=listener(game), adapters=adapters, old_logprobs="engine"
+    )
     compare(seen, due)
 
 

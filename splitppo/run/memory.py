@@ -344,7 +344,9 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     kept = whole + (found.saved - whole) / cut
     again = 0.0
     if config.compute.activation_checkpointing:
-        kept, again = found.hidden, kept
+        # with adapters, a compiled layer keeps two: found on GPUs, to 0.01 GiB (docs/measured.md)
+        two = bool(model.adapter and resolved.compiled)
+        kept, again = found.hidden * (1 + two), kept
     whole_model = not model.adapter  # else the gradients of adapters are small
     # the gradient of the output layer's weights
     head = found.vocabulary * found.hidden * whole_model
