@@ -114,8 +114,8 @@ class FsdpConfig:
     `node`: the group's ranks of a node, so that weights are gathered within nodes only. Unset: the
     whole group."""
     tensor_parallel: int = 1
-    """Ranks of one node that share each layer of policy and value model, and so their rows (a
-    set)."""
+    """Ranks of one node that share each layer of policy and value model: a set, which works on
+    the same rows."""
     sequence_parallel: int = 1
     """Ranks of one node that share each row of policy and value model: every one has a piece of a
     micro-batch's tokens, and of its attention heads. For rows that are too long for one rank.

@@ -149,7 +149,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of {role, content} messages."""
     answer_key: str = "reward_model.ground_truth"
-    """Column of the ground truth. A dot names a field of a nested column."""
+    """Column of the ground truth; '': there is none. A dot names a field of a nested column."""
     chat: bool = True
     """Render string prompts as one user message with the tokenizer's chat template, if it has
     one."""
