@@ -14,7 +14,7 @@ from ranks import run_ranks
 from reference_ppo import Adapted
 from runs import SMALL, assert_same, figures, main_rank
 from safetensors.torch import load_file
-from test_families import PLAIN, configured
+from test_families import PLAIN, SOME, configured
 from test_flagship import SEED, compare, inputs, parts, reference, run
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -252,7 +252,14 @@ def test_a_shared_base_is_two_models(inputs):
         assert torch.equal(outputs(shared, kind), outputs(own, kind)), kind
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if name != "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.families] * (name not in SOME))
+        for name in PLAIN
+        if name != "gpt2"
+    ],
+)
 def test_merged_weights_do_what_adapters_do(name):
     """In each family; none computes past the adapters, with a layer's weight alone."""
     config = configured(*PLAIN[name][:2])
