@@ -175,6 +175,22 @@ def test_the_model_of_activations_gives_what_was_measured():
         assert memory.trainer_peak(job) / 2**30 == pytest.approx(actor, rel=0.03)
 
 
+def test_updates_with_adapters_need_what_was_measured():
+    """docs/measured.md: 7B with LoRA on two GPUs, checkpointed layers."""
+    found = resolved_of(
+        "--placement.mode=per_node", "--rollout.batch-size=96", "--ppo.mini-batches=2",
+        "--rollout.max-prompt-tokens=384", "--rollout.max-new-tokens=128",
+        "--compute.micro-batch-tokens=16384", "--compute.activation-checkpointing",
+        "--policy.lora.rank=32", "--value.lora.rank=32", gpus=2,
+    )  # fmt: skip
+    models = {
+        kind: replace(found.models[kind], adapter=Adapter(kind, LoraConfig(32)))
+        for kind in ("policy", "value")
+    }
+    due = estimated(replace(found, models=models, engine="hf"))
+    assert due["actor update"] / 2**30 == pytest.approx(39.87, rel=0.01)
+
+
 def test_a_run_that_does_not_fit_is_told_with_the_ways():
     """Each way with what the run then needs, cheapest first; refused only if the shortest rows
     would not fit either."""
