@@ -377,11 +377,13 @@ def test_a_wrong_interface_is_explained(pair, tmp_path):
 
 REWARD = """
 import os, pathlib, socket
-seen = pathlib.Path(__file__).with_name("seen")
+here = pathlib.Path(__file__).parent
 def score(data_source, solution_str, ground_truth, extra_info):
-    if socket.gethostname() == "west" and not seen.exists():
-        seen.touch()
-        os.kill(os.getppid(), 9)  # its critic's rank
+    if socket.gethostname() == "west" and (here / "run/checkpoints/step_000002").exists():
+        if not (here / "seen").exists():
+            (here / "seen").touch()
+            keeper = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(keeper.rpartition(")")[2].split()[1]), 9)  # its critic's rank
     return float(len(solution_str))
 """
 
@@ -401,7 +403,7 @@ def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
     flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
     jobs = start(pair, tmp_path, *argv, *flags, restarts=2)
     assert ended(jobs) == [0, 0], jobs[0].said() + jobs[1].said()
-    assert (tmp_path / "seen").exists()
+    assert re.search(r"^steps +[12] to 3", jobs[0].said(), re.MULTILINE), jobs[0].said()
     run_ranks(
         4, main_rank, [*ARGV, *argv, "--fsdp.shard-size=1", f"--run-dir={tmp_path / 'whole'}"]
     )
