@@ -453,6 +453,24 @@ def test_an_unset_learning_rate_is_ten_times_the_full_ones():
     assert rates(other, *BOTH, "--policy.optim.lr=3e-6") == [3e-6, 5e-4]
 
 
+def test_a_learning_rate_that_a_preset_has_for_whole_models_is_told(tmp_path, capsys):
+    """Where flags add LoRA; not where the preset has LoRA, too, or a flag gives the rate."""
+
+    def told(preset: str, *argv: str) -> list[str]:
+        (tmp_path / "p.toml").write_text(preset)
+        assert train.main([f"--config={tmp_path}/p.toml", "--dry-run", *argv]) == 0
+        out = capsys.readouterr().out
+        return re.findall(r"^warning: (\w+\.optim.lr=\S+) is .*set (--\S+ \S+), say", out, re.M)
+
+    rates = "policy.optim.lr = 3e-6\n"
+    due = ("policy.optim.lr=3e-06", "--policy.optim.lr 3e-05")
+    assert told(rates, *BOTH) == [due]
+    assert told(rates + "policy.lora.rank = 0\n", *BOTH) == [due]
+    assert told(rates) == told(rates, BOTH[1]) == told("", *BOTH) == []
+    assert told(rates, *BOTH, "--policy.optim.lr=3e-6") == []
+    assert told(rates + "policy.lora.rank = 2\n", *BOTH) == []
+
+
 ADAPTER = "--policy.lora.path={adapter}"
 WRONG: dict[str, list[str]] = {
     "policy.lora.rank=-1 must be at least 0; 0 turns it off": ["--policy.lora.rank=-1"],

@@ -120,6 +120,21 @@ def _read(given: Sequence[str]) -> Config:
     return config
 
 
+def kept_rates(config: Config, argv: Sequence[str]) -> list[str]:
+    """Warnings: a learning rate that the preset has for whole models, where flags add LoRA."""
+    preset = _preset(argv)[1]
+    return [
+        f"{name}.optim.lr={model.optim.lr:g} is the preset's, and {name}.lora.rank="
+        f"{model.lora.rank} is not: LoRA wants about {LORA_RATE} times the rate of a whole model; "
+        f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g}, say (docs/lora.md)"
+        for name, model in {"policy": config.policy, "value": config.value}.items()
+        if model.lora.rank > 0
+        and not preset.get(f"{name}.lora.rank")
+        and f"{name}.optim.lr" in preset
+        and _value_of(f"--{name}.optim.lr", argv) is None
+    ]
+
+
 def _used(preset: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
     """A preset's settings, without those of values if the flags choose a baseline that has none."""
     unused = () if _value_of("--ppo.baseline", argv) in (None, "value") else OF_VALUES

@@ -15,11 +15,11 @@ import transformers
 
 from splitppo import data
 from splitppo.config import Config, rules, toml
-from splitppo.config.cli import given_settings, parse
+from splitppo.config.cli import given_settings, kept_rates, parse
 from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import rehearse, turns_of
-from splitppo.errors import UserError, command, say, to_user_error
+from splitppo.errors import UserError, command, say, to_user_error, warn
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
@@ -79,6 +79,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     rules.check(config)
     if unheld and launch.rank == 0:
         say(unheld)
+    for message in kept_rates(config, argv) if launch.rank == 0 else ():
+        warn(message)
     if config.dry_run:
         if launch.rank == 0:
             print(dry_run(config, launch))
