@@ -37,8 +37,8 @@ class LoraConfig:
     `splitppo[lora]`."""
 
     rank: int = 0
-    """Rank of the adapters. 0: no LoRA, the model is trained. Above 0 an unset learning rate is ten
-    times the default."""
+    """Rank of the adapters. 0: no LoRA, the model is trained. Above 0 a learning rate that neither
+    a flag nor a preset sets is ten times the default."""
     alpha: int | None = None
     """The adapters are scaled by alpha / rank. Unset: the rank, so that the scale is 1."""
     targets: tuple[str, ...] = ()
@@ -139,8 +139,8 @@ class DataConfig:
     """The prompts."""
 
     task: Literal["echo", "addition", "guess"] = "echo"
-    """Generated task, if there are no `files`. `guess`: a game of several turns, with the
-    environment of this name."""
+    """Generated task, if there are no `files`. `echo`: repeat three digits. `addition`: sums of two
+    numbers. `guess`: a game of several turns, with the environment of this name."""
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
@@ -252,13 +252,15 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The score of a row: a weighted sum of reward functions and a reward model."""
+    """The score of a row: a weighted sum of reward functions and a reward model. What an
+    environment gives for turns is added."""
 
     function: tuple[str, ...] = ("auto",)
     """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`.
-    `auto`: by the row's data_source. `none`: only the reward model. A function of a file takes
-    (data_source, solution_str, ground_truth, extra_info), perhaps prompt and messages, and may be
-    async. It returns a number, or a dict with `score` and more numbers, which become metrics."""
+    `auto`: by the row's data_source. `none`: no function; the reward model, the environment or both
+    score a row. A function of a file takes (data_source, solution_str, ground_truth, extra_info),
+    perhaps prompt and messages, and may be async. It returns a number, or a dict with `score` and
+    more numbers, which become metrics."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
@@ -297,7 +299,8 @@ class RewardConfig:
     clip: tuple[float, float] | None = None
     """Lowest and highest score of a row, with the rewards of its turns, after normalising."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the score of a row that was cut at a limit."""
+    """Subtracted from the score of a row that was cut at a limit: of tokens, with an environment
+    also of context or turns."""
     overlong_tokens: int = 0
     """Last tokens before `rollout.max_new_tokens` that cost part of `overlong_penalty` each (DAPO,
     eq. 13). 0: off."""
@@ -349,10 +352,10 @@ class PPOConfig:
     whiten: bool = True
     """Whiten the advantages over the whole batch."""
     baseline: Literal["value", "batch", "group"] = "value"
-    """What is subtracted from the rewards. `value`: values, by GAE. The others are to compare with,
-    and have no value model; they subtract from each token's reward-to-go a mean over rows of that
-    at the first token of the same turn. `batch`: over the step's rows that have the turn. `group`:
-    over the prompt's other rows, 0 for a row that lacks the turn."""
+    """Where advantages come from. `value`: a value model, by GAE. `batch` and `group` need none,
+    and are there to compare: a token's advantage is its reward-to-go less a mean over rows. The
+    mean is of the reward-to-go at the first token of the same turn. `batch`: over the step's rows
+    that have this turn. `group`: over the prompt's other rows; one without this turn counts 0."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1
@@ -363,7 +366,8 @@ class PPOConfig:
     """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`.
     Unset: `mini_batches`."""
     critic_warmup: int = 0
-    """First steps, in which only the value model is trained, as in all others."""
+    """First steps, in which the policy waits and the value model is trained as in all other
+    steps."""
     old_logprobs: Literal["trainer", "engine"] | None = None
     """Old log-probs in the ratio. `engine`: as sampled, which saves a forward pass; the ratio then
     also holds the difference between engine and trainer. Unset: `engine` with `rollout.window`,
@@ -376,4 +380,5 @@ class PPOConfig:
     mask_truncated: bool = False
     """Leave rows that were cut at a limit, or whose environment failed, out of both losses."""
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
-    """How the token losses of a mini-batch become one number."""
+    """How the token losses of a mini-batch become one number. `token_mean`: their mean. The others:
+    the sum, or the mean, over each row's tokens, then the mean over rows."""

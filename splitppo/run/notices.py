@@ -30,8 +30,8 @@ SENTENCES = {
     "(docs/rewards.md)",
     "nothing": "score, loss and gradient are 0: the reward pays for no answer (docs/rewards.md)",
     "flat": "all rows have one score: can the reward read these answers? (docs/rewards.md)",
-    "cut": "every row is cut: rollout.max_new_tokens is too small, or no turn ends "
-    "(docs/training.md)",
+    "cut": "every row ends at a limit: rollout.max_new_tokens is too small, or no turn ends "
+    "(docs/failures.md)",
     "critic": "the values are far worse than a constant: lower value.optim.lr (docs/critic.md)",
     "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef "
     "(docs/failures.md)",
