@@ -44,6 +44,14 @@ NOT_RUN = re.compile(
     r"\b(?<!does )(?:not|never) (?:yet )?(?:been )?(?:run|measured)\b|\bnever ran\b"
 )
 
+# groups of metrics; what is open in a name; names that rewards and environments choose
+METRICS = "actor|critic|val|perf|timing_s|window|env|(?:response|prompt)_length"
+OPEN = re.compile(r"[A-Z*]|\.\.\.")
+KEYS = {
+    *(f"critic/KEY/{part}" for part in ("...", "mean", "min", "max")), "critic/NAME/KEY/...",
+    "critic/NAME/score/...", "critic/acc/...", "val/KEY/mean", "val/right/mean", "env/NAME/mean",
+}  # fmt: skip
+
 # a line that is a command, behind its variables; or flags alone
 PROGRAMS = r"torchrun|splitppo|pip|python3?|sbatch|docker|sky|kubectl|launch/\S+"
 COMMAND = re.compile(rf"^(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) |--\w)")
@@ -183,6 +191,45 @@ def test_a_figure_that_changes_is_noticed() -> None:
     assert unknown_figures("<!-- definition -->\nIt takes 3 s at most.", FIGURES) == []
     assert unknown_figures("| | GiB |\n|---|---|\n| 7B | 60 |", FIGURES) == ["60"]
     assert unknown_figures("| | share |\n|---|---|\n| whole rows | 0.97 |", FIGURES) == ["0.97"]
+
+
+def metrics_in(text: str) -> set[str]:
+    """The names of metrics in a page; `a/{b,c}` is two."""
+    found = set()
+    for name in re.findall(rf"`((?:{METRICS})/[^`\s]+)`", text):
+        before, _, rest = name.partition("{")
+        parts, _, behind = rest.partition("}")
+        found |= {before + part + behind for part in parts.split(",")}
+    return found
+
+
+def unknown_metrics(text: str) -> set[str]:
+    """The metrics in a page that the table of docs/metrics.md lacks; in both, what stands before
+    capitals, dots or a star is how a name begins (`critic/explained/token_K`, `window/...`)."""
+    table = metrics_in(PAGES["docs/metrics.md"]) - KEYS
+    begun = tuple(OPEN.split(name)[0] for name in table if OPEN.search(name))
+    wrong = set()
+    for name in metrics_in(text) - KEYS:
+        begins = OPEN.split(name)[0]
+        fits = name in table or name.startswith(begun)
+        if begins != name:
+            fits = any(known.startswith(begins) for known in table)
+        if not fits:
+            wrong.add(name)
+    return wrong
+
+
+# the columns of TRL's names, and names of earlier versions, are others'
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"docs/from_trl.md", "docs/renamed.md"}))
+def test_metrics_of_a_page_are_in_the_table_of_metrics(page: str) -> None:
+    assert unknown_metrics(PAGES[page]) == set()
+
+
+def test_a_metric_that_is_not_in_the_table_is_noticed() -> None:
+    text = "`critic/vf_los`, `critic/explained/frist`, `actor/pg_{loss,los}`, `critic/explain_K`"
+    wrong = {"critic/vf_los", "critic/explained/frist", "actor/pg_los", "critic/explain_K"}
+    assert unknown_metrics(text) == wrong
+    assert unknown_metrics("`critic/explained/token_K`, `window/ess`, `val/score/...`") == set()
 
 
 @pytest.mark.parametrize("page", PAGES)

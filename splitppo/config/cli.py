@@ -121,10 +121,11 @@ def _read(given: Sequence[str]) -> Config:
 
 
 def kept_rates(config: Config, argv: Sequence[str]) -> list[str]:
-    """Warnings: a learning rate that the preset has for whole models, where flags add LoRA."""
+    """A warning of each learning rate that the preset has for a whole model, where flags add
+    LoRA."""
     preset = _preset(argv)[1]
     return [
-        f"{name}.optim.lr={model.optim.lr:g} is the preset's, and {name}.lora.rank="
+        f"warning: {name}.optim.lr={model.optim.lr:g} is the preset's, and {name}.lora.rank="
         f"{model.lora.rank} is not: LoRA wants about {LORA_RATE} times the rate of a whole model; "
         f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g}, say (docs/lora.md)"
         for name, model in {"policy": config.policy, "value": config.value}.items()

@@ -19,7 +19,7 @@ from splitppo.config.cli import given_settings, kept_rates, parse
 from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import rehearse, turns_of
-from splitppo.errors import UserError, command, say, to_user_error, warn
+from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.failure import report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
@@ -77,10 +77,9 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     argv = flags()
     config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
     rules.check(config)
-    if unheld and launch.rank == 0:
-        say(unheld)
-    for message in kept_rates(config, argv) if launch.rank == 0 else ():
-        warn(message)
+    lines = [unheld, *kept_rates(config, argv)] if launch.rank == 0 else []
+    for line in filter(None, lines):
+        say(line)
     if config.dry_run:
         if launch.rank == 0:
             print(dry_run(config, launch))
