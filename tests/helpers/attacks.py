@@ -43,24 +43,17 @@ from splitppo.run.folder import changes
 
 LIMIT = 30
 REFUSED, FINE, EITHER = {2}, {0}, {0, 2}
-BASE = [
-    "--policy.path=model",
-    "--value.path=model",
-    "--data.files=data.jsonl",
-    "--reward.function=reward.py:score",
-]
-BASE += [
-    "--rollout.batch-size=4",
-    "--ppo.mini-batches=2",
-    "--rollout.max-new-tokens=4",
-    "--rollout.max-prompt-tokens=64",
-]
-BASE += [
-    "--policy.optim.lr=1e-3",
-    "--data.answer-key=answer",
-    "--compute.device=cpu",
-    "--engine.kind=hf",
-]
+BASE = (
+    "--policy.path=model --value.path=model --data.files=data.jsonl "
+    "--reward.function=reward.py:score"
+).split()
+BASE += (
+    "--rollout.batch-size=4 --ppo.mini-batches=2 --rollout.max-new-tokens=4 "
+    "--rollout.max-prompt-tokens=64"
+).split()
+BASE += (
+    "--policy.optim.lr=1e-3 --data.answer-key=answer --compute.device=cpu --engine.kind=hf"
+).split()
 RESUME = [*BASE, "--run-dir=run", "--checkpoint.every=1", "--checkpoint.keep=0", "--steps=3"]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "data_source": "sums"} for i in range(8)]
 SCORE = "def score(data_source, solution_str, ground_truth, extra_info):\n    {}\n"
