@@ -143,19 +143,18 @@ def listener(game: Path) -> Callable[[Row], Row]:
 
 
 @pytest.mark.parametrize(
-    ("world", "placement"),
+    ("world", "placement", "window"),
     [
-        (1, {}),
-        (2, {"placement__actor": 1}),
-        (3, {"placement__actor": 2}),
-        (4, {"placement__actor": 1}),
-        (2, {"placement__mode": "colocated"}),
-        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),
-        (3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
+        (1, {}, 5),
+        (2, {"placement__actor": 1}, 0),
+        (3, {"placement__actor": 2}, 5),
+        (4, {"placement__actor": 1}, 5),
+        (2, {"placement__mode": "colocated"}, 0),
+        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
+        (3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}, 0),
     ],
     ids=["one rank", "1+1", "2+1", "1+3", "colocated", "a set of two", "a set of two, and 1"],
 )
-@pytest.mark.parametrize("window", [0, 5])
 def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
     options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": window, **LIMITS}
     hyper: dict[str, Any] = OLD if window else {}

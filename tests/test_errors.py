@@ -164,13 +164,10 @@ def test_control_characters_come_back_out_of_toml():
 
 def test_a_dry_run_of_100_000_ranks_is_short(tmp_path: Path, capsys):
     began = time.process_time()
-    argv = [
-        "--dry-run",
-        "--world-size=100000",
-        "--nodes=12500",
-        "--rollout.batch-size=200000",
-        "--rollout.chunks=99999999",
-    ]
+    argv = (
+        "--dry-run --world-size=100000 --nodes=12500 --rollout.batch-size=200000 "
+        "--rollout.chunks=99999999"
+    ).split()
     assert train.main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert time.process_time() - began < 15  # 2 s; anything quadratic takes hours

@@ -12,7 +12,6 @@ import torch
 from episodes import episode
 from ranks import run_ranks
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -480,15 +479,12 @@ def test_a_warm_up_runs_no_more_than_a_micro_batch(folder):
     assert same
 
 
-def compiled_rank(rank, folder, checkpointing):
+def compiled_rank(rank, folder, backend):
     """How many graphs a warm-up gives to the compiler, and how many passes over rows of other
-    lengths add."""
-    # the harder of the two is also traced for its backward pass, which takes as long again and
-    # gives no other graphs
-    graphs, plain = (
-        CompileCounterWithBackend("aot_eager" if checkpointing else "eager"),
-        torch.compile,
-    )
+    lengths add. Layers are checkpointed: the harder case."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # half a second for each rank
+
+    graphs, plain = CompileCounterWithBackend(backend), torch.compile
 
     def traced(given, *, dynamic=None, options=None):
         assert not set(options or {}) - set(list_options()), "the compiler has no such option"
@@ -505,7 +501,7 @@ def compiled_rank(rank, folder, checkpointing):
     placement = place(PlacementConfig(mode="colocated"), world=1, local_world=1)
     runtime = Runtime(Launch(rank, 1, rank, 1), placement, CPU, 60.0)
     model = build(read_config(str(folder)), "policy", packed=True)
-    how: Any = {"dtype": torch.float32, "activation_checkpointing": checkpointing, "compiled": True}
+    how: Any = {"dtype": torch.float32, "activation_checkpointing": True, "compiled": True}
     parallelize(model, runtime.groups["actor"].mesh, **how)
     fill(model, str(folder), device=CPU, seed=9)
     runner = Runner(runtime.groups["actor"], CPU, 4096)
@@ -528,9 +524,12 @@ def compiled_rank(rank, folder, checkpointing):
     return warm, graphs.frame_count - warm
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_warm_up_compiles_all_that_steps_run(folder, checkpointing):
-    ((warm, later),) = run_ranks(1, compiled_rank, folder, checkpointing)
+# traced for its backward pass, too, it takes three times as long and gives no other graphs
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.families)]
+)
+def test_the_warm_up_compiles_all_that_steps_run(folder, backend):
+    ((warm, later),) = run_ranks(1, compiled_rank, folder, backend)
     # a layer and the log-probs, without and with a backward pass; the first layer is traced again
     # once its numbers are known to be constant
     assert warm <= 5

@@ -109,12 +109,9 @@ def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:
 def test_an_engine_with_other_weights_ends_the_run_on_all_ranks(
     ranks: int, old: str, tmp_path: Any, capfd: Any
 ) -> None:
-    argv = [
-        "--steps=3",
-        "--rollout.batch-size=8",
-        "--log.validate-every=0",
-        "--placement.mode=colocated",
-    ]
+    argv = (
+        "--steps=3 --rollout.batch-size=8 --log.validate-every=0 --placement.mode=colocated"
+    ).split()
     argv += [f"--run-dir={tmp_path / 'run'}", f"--ppo.old-logprobs={old}", "--timeout=60"]
     for status, compared in run_ranks(ranks, other_weights_rank, argv):
         assert (status, len(compared)) == (2, 1)

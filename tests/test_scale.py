@@ -229,13 +229,10 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
         f"--rollout.chunks={CHUNKS}",
         "--log.validate-every=0",
     ]
-    argv += [
-        "--rollout.max-new-tokens=4",
-        "--ppo.epochs=1",
-        "--reward.workers=1",
-        "--ppo.kl-coef=0.01",
-        "--checkpoint.no-last",
-    ]
+    argv += (
+        "--rollout.max-new-tokens=4 --ppo.epochs=1 --reward.workers=1 --ppo.kl-coef=0.01 "
+        "--checkpoint.no-last"
+    ).split()
     assert train.main(argv) == 0
     return dict(count.calls), dict(count.bytes)
 

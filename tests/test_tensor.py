@@ -12,7 +12,6 @@ from episodes import episode
 from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -39,7 +38,7 @@ from splitppo.sampler import Sampler
 from splitppo.tools.export import export
 
 CPU = torch.device("cpu")
-BATCH, STEPS, LR, CLIP = 9, 3, 2e-3, 0.5
+BATCH, STEPS, LR, CLIP = 9, 2, 2e-3, 0.5
 OUTPUTS = PolicyOutputs(0.7, 80)
 LAYERS = ["sliding_attention", "full_attention"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -51,7 +50,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # whether embedding and output layer are tied
 KINDS = [(True, "policy"), (False, "policy"), (False, "value")]
-CASES = [(name, *which) for name in SHAPES for which in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -213,16 +211,23 @@ def plain(
 
 TWO = SetShape(tensor=2)
 CUT = SetShape(sequence=2)
-MESHES = {  # each case is in one of the large ones, each shape and each kind in both
-    "2x2": (4, {"actor": [TWO]}, None, False, CASES[::2]),
-    "2x1x2": (4, {"actor": [TWO]}, 2, True, CASES[3:6]),  # two replicas of 1x2
+
+
+def chosen(*kinds: int) -> list[tuple]:
+    """A kind of each shape, in turn."""
+    return [(name, *KINDS[kinds[at % len(kinds)]]) for at, name in enumerate(SHAPES)]
+
+
+MESHES = {  # what shares layers has each shape twice; what cuts rows, which no shape knows, once
+    "2x2": (4, {"actor": [TWO]}, None, False, chosen(0, 2)),
+    "2x1x2": (4, {"actor": [TWO]}, 2, True, chosen(1)[1:2]),  # two replicas of 1x2
     # 1x2 in the one group, 2x1 in the other
-    "1x2 and 2x1": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, CASES[1::2]),
+    "1x2 and 2x1": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, chosen(2, 1)),
     # rows, sequence, tensor
-    "2x2x1": (4, {"actor": [CUT]}, None, True, CASES[1::2]),
-    "1x2x2": (4, {"actor": [SetShape(2, 2)]}, None, True, CASES[::2]),
-    "1x4x1": (4, {"actor": [SetShape(4)]}, 2, True, CASES[3:6]),  # two key heads
-    "1x2x1 and 1x1x2": (2, {"actor": [CUT], "critic": [TWO]}, None, True, CASES[4::5]),
+    "2x2x1": (4, {"actor": [CUT]}, None, True, chosen(1, 2, 0)[::2]),
+    "1x2x2": (4, {"actor": [SetShape(2, 2)]}, None, True, chosen(1, 2, 0)[1::2]),
+    "1x4x1": (4, {"actor": [SetShape(4)]}, 2, True, chosen(0)[-1:]),  # two key heads
+    "1x2x1 and 1x1x2": (2, {"actor": [CUT], "critic": [TWO]}, None, True, chosen(0)[3:4]),
 }
 
 
@@ -259,8 +264,10 @@ def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
 
 
 def compiled_rank(rank, folder, shape):
-    """Gradient norms of three steps of a compiled model, with checkpointed layers, and the graphs
-    that they needed."""
+    """Gradient norms of some steps of a compiled model, and the graphs that they needed. Layers
+    that are cut are also checkpointed."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # half a second for each rank
+
     graphs, compiler = CompileCounterWithBackend("eager"), torch.compile
 
     def over_all(q: Any, k: Any, v: Any, *_: Any) -> torch.Tensor:
@@ -279,7 +286,7 @@ def compiled_rank(rank, folder, shape):
         opcheck(torch.ops.splitppo.exchange_heads.default, given, test_utils="test_faketensor")
     norms = []
     for compiled in (False, True):
-        how: Any = {"checkpointing": True, "compiled": compiled, "packed": shape == CUT}
+        how: Any = {"compiled": compiled, "packed": shape == CUT, "checkpointing": shape == TWO}
         norms.append(train(make_learner(folder, "policy", runtime, "actor", **how), "policy"))
     return norms, graphs.frame_count
 
@@ -309,10 +316,13 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
     return sent, received
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence"])
-def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis):
-    """Four actor ranks in sets of two and two critic ranks without; then one rank; then two of both
-    roles, and only the critics are one set."""
+@pytest.mark.parametrize(
+    ("axis", "actors", "critics", "speakers"),
+    [("tensor", 4, 2, [0, 2, 4, 5]), ("sequence", 2, 1, [0, 2])],
+)
+def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis, actors, critics, speakers):
+    """Actor ranks in sets of two and critic ranks without; then one rank; then two of both roles,
+    and only the critics are one set."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     argv = [
         *SMALL,
@@ -321,12 +331,13 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis):
         "--ppo.kl-target=0.001",
         "--ppo.kl-horizon=100",
     ]
-    sets = ["--placement.actor=4", f"--fsdp.{axis}-parallel=2", f"--value.{axis}-parallel=1"]
+    sets = [f"--placement.actor={actors}", f"--fsdp.{axis}-parallel=2"]
+    sets += [f"--value.{axis}-parallel=1"]
     saving = ["--checkpoint.every=1", "--checkpoint.keep=0", f"--run-dir={whole}"]
-    hops = run_ranks(6, wire_rank, [*argv, *sets, *saving])
+    hops = run_ranks(actors + critics, wire_rank, [*argv, *sets, *saving])
     every = [sorted(key for part in hops for key in part[side]) for side in (0, 1)]
     assert every[0] == every[1] != []
-    assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == [0, 2, 4, 5]
+    assert [rank for rank, (sent, received) in enumerate(hops) if sent or received] == speakers
     first = f"--resume={checkpoint.step_folder(whole, 1)}"
     run_ranks(1, main_rank, [*argv, f"--run-dir={cut}", first, "--steps=2"])
     both = ["--placement.mode=colocated", f"--value.{axis}-parallel=2"]

@@ -1001,13 +1001,10 @@ def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     skip_without_vllm()
     if GPUS:
         pytest.skip("of engines on the CPU")
-    argv = [
-        "--steps=2",
-        "--rollout.batch-size=8",
-        "--log.validate-every=0",
-        "--checkpoint.every=2",
-        "--engine.kind=hf",
-    ]
+    argv = (
+        "--steps=2 --rollout.batch-size=8 --log.validate-every=0 --checkpoint.every=2 "
+        "--engine.kind=hf"
+    ).split()
     assert run_ranks(1, train_rank, [*argv, f"--run-dir={tmp_path / 'run'}"]) == [0]
     folder = export.export(tmp_path / "run", dtype="float32") / "policy"
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -43,24 +43,17 @@ from splitppo.run.folder import changes
 
 LIMIT = 30
 REFUSED, FINE, EITHER = {2}, {0}, {0, 2}
-BASE = [
-    "--policy.path=model",
-    "--value.path=model",
-    "--data.files=data.jsonl",
-    "--reward.function=reward.py:score",
-]
-BASE += [
-    "--rollout.batch-size=4",
-    "--ppo.mini-batches=2",
-    "--rollout.max-new-tokens=4",
-    "--rollout.max-prompt-tokens=64",
-]
-BASE += [
-    "--policy.optim.lr=1e-3",
-    "--data.answer-key=answer",
-    "--compute.device=cpu",
-    "--engine.kind=hf",
-]
+BASE = (
+    "--policy.path=model --value.path=model --data.files=data.jsonl "
+    "--reward.function=reward.py:score"
+).split()
+BASE += (
+    "--rollout.batch-size=4 --ppo.mini-batches=2 --rollout.max-new-tokens=4 "
+    "--rollout.max-prompt-tokens=64"
+).split()
+BASE += (
+    "--policy.optim.lr=1e-3 --data.answer-key=answer --compute.device=cpu --engine.kind=hf"
+).split()
 RESUME = [*BASE, "--run-dir=run", "--checkpoint.every=1", "--checkpoint.keep=0", "--steps=3"]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "data_source": "sums"} for i in range(8)]
 SCORE = "def score(data_source, solution_str, ground_truth, extra_info):\n    {}\n"
@@ -498,9 +491,9 @@ def rewards(_: random.Random) -> Iterator[Attack]:
                          ))  # fmt: skip
 
 
-def damages(random_: random.Random) -> Iterator[Attack]:
-    """A run's folder, damaged by hand: resume, report and export."""
-    part, metrics = "run/checkpoints/step_000002/{}", "run/metrics/{}.jsonl"
+def damages(_: random.Random) -> Iterator[Attack]:
+    """A run's folder, damaged by hand: resume, report and export. Damaged checkpoints are in
+    test_checkpoint.py and test_resume.py."""
 
     def write(name: str, content: str | bytes) -> Callable[[Path], Any]:
         return lambda f: (f / name).write_bytes(
@@ -516,55 +509,6 @@ def damages(random_: random.Random) -> Iterator[Attack]:
     def to_folder(name: str) -> Callable[[Path], Any]:
         return lambda f: (remove(f / name), (f / name).mkdir(parents=True))
 
-    def shard(folder: Path, role: str) -> Path:
-        return max((folder / part.format(role)).glob("*"), key=lambda path: path.stat().st_size)
-
-    def step_of(role: str) -> Callable[[Path], Any]:
-        return edit(
-            part.format(role) + "/manifest.json",
-            lambda text: re.sub(rb'"step": *2', b'"step": 1', text),
-        )
-
-    def emptied(folder: Path, role: str) -> None:
-        for path in (folder / part.format(role)).iterdir():
-            if path.name != "manifest.json":
-                remove(path)
-        (folder / part.format(role) / "manifest.json").write_text('{"step": 2, "files": {}}')
-
-    # what the run can go on from: the figures must be right
-    harms: dict[str, Callable[[Path], Any]] = {}
-    for role in ("actor", "critic"):
-        harms |= {
-            f"another step in the {role}'s part": step_of(role),
-            f"no manifest of the {role}": lambda f, role=role: remove(
-                f / part.format(role) / "manifest.json"
-            ),
-            f"a broken manifest of the {role}": write(part.format(role) + "/manifest.json", "{"),
-            f"a manifest of the {role} that is a list": write(
-                part.format(role) + "/manifest.json", "[1]"
-            ),
-            f"an empty manifest over an empty part of the {role}": functools.partial(
-                emptied, role=role
-            ),
-            f"a cut file of the {role}": lambda f, role=role: os.truncate(shard(f, role), 100),
-            f"a flipped bit of the {role}": lambda f, role=role: flip(
-                shard(f, role), random_.randrange(1000)
-            ),
-            f"a lost file of the {role}": lambda f, role=role: remove(shard(f, role)),
-            f"a torn last line of the {role}": edit(metrics.format(role), lambda text: text[:-20]),
-        }
-    harms |= {
-        "a folder of no step": lambda f: (f / "run/checkpoints/step_x").mkdir(),
-        "a step that is a file": write("run/checkpoints/step_000007", "a file"),
-        "an empty step": lambda f: (f / "run/checkpoints/step_000007").mkdir(),
-        "a step under another name": lambda f: (f / part.format("")).rename(
-            f / "run/checkpoints/step_000009"
-        ),
-        "the parts of two steps": lambda f: (remove(f / part.format("critic")), shutil.copytree(
-            f / "run/checkpoints/step_000001/critic", f / part.format("critic"))),
-    }  # fmt: skip
-    for name, harm in harms.items():
-        yield Attack(f"resume with {name}", RESUME, EITHER, do=copied(2, harm), check=same_figures)
     # what must be told
     told: dict[str, Callable[[Path], Any]] = {
         "a file for checkpoints": to_file("run/checkpoints"),
@@ -638,12 +582,6 @@ def damages(random_: random.Random) -> Iterator[Attack]:
 
 def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1 - place % len(content)] ^= 1
-    path.write_bytes(content)
 
 
 def surroundings(_: random.Random) -> Iterator[Attack]:

@@ -22,13 +22,10 @@ from splitppo import train
 from splitppo.run import checkpoint
 
 MARK = "SPLITPPO_TEST_JOB"  # variable by which the processes of a job are known
-SMALL = [
-    "--steps=4",
-    "--rollout.batch-size=12",
-    "--ppo.mini-batches=2",
-    "--log.validate-every=2",
-    "--ppo.kl-coef=0.01",
-]
+SMALL = (
+    "--steps=4 --rollout.batch-size=12 --ppo.mini-batches=2 --log.validate-every=2 "
+    "--ppo.kl-coef=0.01"
+).split()
 
 
 def main_rank(rank: int, argv: list[str]) -> int:

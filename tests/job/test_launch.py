@@ -19,12 +19,9 @@ from splitppo.config.cli import parse
 from splitppo.config.rules import check
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-ARGV = [
-    "--rollout.batch-size=12",
-    "--ppo.mini-batches=2",
-    "--log.validate-every=0",
-    "--checkpoint.every=2",
-]
+ARGV = (
+    "--rollout.batch-size=12 --ppo.mini-batches=2 --log.validate-every=0 --checkpoint.every=2"
+).split()
 FOUR = [*ARGV, "--placement.actor=2"]  # as many of four ranks on one node as on two
 
 

@@ -93,12 +93,9 @@ def test_a_run_that_stops_in_a_step_without_rows_saves_one_checkpoint(tmp_path: 
         f"--rollout.lengths={tmp_path / 'lengths'}",
         "--rollout.batch-size=2",
     ]
-    argv += [
-        "--rollout.max-new-tokens=9",
-        "--ppo.mini-batches=1",
-        "--log.validate-every=0",
-        "--placement.actor=1",
-    ]
+    argv += (
+        "--rollout.max-new-tokens=9 --ppo.mini-batches=1 --log.validate-every=0 --placement.actor=1"
+    ).split()
     argv += ["--steps=9", "--timeout=20", f"--run-dir={tmp_path / 'run'}"]
     assert run_ranks(2, late_answer_rank, argv) == [75, 75]
     assert names(tmp_path / "run") == ["step_000002"]

@@ -31,12 +31,7 @@ from splitppo.run.folder import facts_of, inputs_of
 from splitppo.run.resolve import pin
 from splitppo.tools import export
 
-SMALL = [
-    "--steps=2",
-    "--rollout.batch-size=4",
-    "--rollout.max-new-tokens=4",
-    "--ppo.mini-batches=1",
-]
+SMALL = "--steps=2 --rollout.batch-size=4 --rollout.max-new-tokens=4 --ppo.mini-batches=1".split()
 OTHERS = {
     "README.md": b"#",
     "own.py": b"",
@@ -452,11 +447,9 @@ def test_dry_run_by_name(hub, files, capfd):
     rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(4)]
     text = "\n".join(map(json.dumps, rows)).encode()
     data = hub.push("acme/qa", {"main/train.jsonl": text}, kind="dataset")
-    argv = [
-        "--policy.path=acme/tiny",
-        "--data.files=hf://datasets/acme/qa/main/train.jsonl",
-        "--dry-run",
-    ]
+    argv = (
+        "--policy.path=acme/tiny --data.files=hf://datasets/acme/qa/main/train.jsonl --dry-run"
+    ).split()
     argv += [
         "--data.answer-key=answer",
         "--log.validate-every=0",
@@ -521,12 +514,9 @@ def test_two_ranks_train_a_model_with_code_of_its_own_by_name(
         f"--run-dir={tmp_path / 'run'}",
         *SMALL,
     ]
-    argv += [
-        "--engine.kind=hf",
-        "--checkpoint.every=2",
-        "--ppo.kl-coef=0.01",
-        "--log.validate-every=0",
-    ]
+    argv += (
+        "--engine.kind=hf --checkpoint.every=2 --ppo.kl-coef=0.01 --log.validate-every=0"
+    ).split()
     arguments = hub.endpoint, str(cache), str(tmp_path / "modules"), argv
     assert run_ranks(2, train_on_rank, *arguments) == [0, 0]
     assert hub.gets() == dict.fromkeys([*files, "own.py"], 1)

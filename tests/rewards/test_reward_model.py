@@ -247,12 +247,10 @@ def test_a_score_that_is_not_finite_is_a_failure(
         f"--policy.path={folders['policy']}",
         "--rollout.max-new-tokens=2",
     ]
-    argv += [
-        "--reward.function=none",
-        "--reward.model-weight=0.5",
-        "--reward.failed-score=7",
-        "--ppo.mini-batches=1",
-    ]
+    argv += (
+        "--reward.function=none --reward.model-weight=0.5 --reward.failed-score=7 "
+        "--ppo.mini-batches=1"
+    ).split()
     assert run_ranks(3, failing_rank, [*argv, "--steps=1", "--reward.normalize=batch"], 4) == [
         0,
         0,

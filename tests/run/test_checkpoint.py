@@ -54,6 +54,7 @@ def test_only_folders_of_a_step_with_both_parts_count(tmp_path):
     shutil.copytree(
         checkpoint.step_folder(tmp_path, 3), tmp_path / "checkpoints" / "old_step_000007"
     )
+    (tmp_path / "checkpoints" / "step_000008").write_text("a file")
     assert names(tmp_path) == ["step_000003"]
     found = [
         checkpoint.step_of(Path(name))
@@ -99,6 +100,10 @@ def torn(folder: Path) -> None:
     (folder / "critic" / "manifest.json").write_text('{"step": 4, "fi')
 
 
+def no_object(folder: Path) -> None:
+    (folder / "critic" / "manifest.json").write_text("[1]")
+
+
 def no_manifest(folder: Path) -> None:
     (folder / "actor" / "manifest.json").unlink()
 
@@ -127,6 +132,7 @@ def listing(*left: str) -> Callable[[Path], None]:
         (other_content, r"^critic/state\.json is not what was written", False),
         (folder_for_file, r"^actor/state\.json can't be read", False),
         (torn, r"^critic/manifest\.json can't be read", True),
+        (no_object, r"^critic/manifest\.json can't be read", True),
         (no_manifest, r"^actor/manifest\.json can't be read", True),
         (of_another_step, r"^critic/manifest\.json is of step 5", True),
         (listing(), r"^actor/manifest\.json does not list", True),

@@ -20,26 +20,15 @@ from splitppo.run.checks import without_validation
 from splitppo.run.folder import check_run_folder
 
 # of an earlier version, with other defaults: the user gave steps, lam, samples
-OLDER = [
-    "--steps=9",
-    "--ppo.lam=0.7",
-    "--ppo.gamma=0.9",
-    "--rollout.max-prompt-tokens=512",
-    "--rollout.samples=2",
-]
-OLDER += [
-    "--placement.mode=colocated",
-    "--fsdp.shard-size=node",
-    "--compute.device=cuda",
-    "--value.ensemble=2",
-]
-OLDER += [
-    "--engine.tensor-parallel=2",
-    "--policy.offload=all",
-    "--data.no-chat",
-    "--log.trackers",
-    "tensorboard",
-]
+OLDER = (
+    "--steps=9 --ppo.lam=0.7 --ppo.gamma=0.9 --rollout.max-prompt-tokens=512 --rollout.samples=2"
+).split()
+OLDER += (
+    "--placement.mode=colocated --fsdp.shard-size=node --compute.device=cuda --value.ensemble=2"
+).split()
+OLDER += (
+    "--engine.tensor-parallel=2 --policy.offload=all --data.no-chat --log.trackers tensorboard"
+).split()
 
 
 @pytest.fixture
@@ -140,12 +129,10 @@ def test_another_run_is_told_before_what_follows_from_the_flag(run, capsys, dry)
         ([], 10),  # the embedded task holds rows out
         (["--data.files=a.jsonl"], 0),
         (
-            [
-                "--data.files=a.jsonl",
-                "--log.validate-every=3",
-                "--reward.function=none",
-                "--reward.model=b",
-            ],
+            (
+                "--data.files=a.jsonl --log.validate-every=3 --reward.function=none "
+                "--reward.model=b"
+            ).split(),
             0,
         ),
         (["--data.files=a.jsonl", "--data.validation-files=b.jsonl"], 10),
@@ -178,11 +165,9 @@ def test_a_model_with_few_positions_trains_on_short_prompts(tmp_path, capsys):
         f"--data.files={tmp_path}/rows.jsonl",
         "--dry-run",
     ]
-    argv += [
-        "--data.answer-key=answer",
-        "--reward.function=exact_match",
-        "--rollout.max-new-tokens=12",
-    ]
+    argv += (
+        "--data.answer-key=answer --reward.function=exact_match --rollout.max-new-tokens=12"
+    ).split()
     assert train.main(argv) == 0
     said = capsys.readouterr().out
     assert "max_prompt_tokens = 6\n" in said

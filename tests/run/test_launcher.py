@@ -26,14 +26,7 @@ from splitppo.run.life import Run
 from splitppo.run.metrics import ColumnLog
 from splitppo.run.screen import PAUSE
 
-TRAIN = [
-    "train",
-    "--nproc_per_node",
-    "2",
-    "--reward.workers=1",
-    "--ppo.epochs=1",
-    "--log.validate-every=0",
-]
+TRAIN = "train --nproc_per_node 2 --reward.workers=1 --ppo.epochs=1 --log.validate-every=0".split()
 TRAIN += ["--checkpoint.every=1"]
 NOISE = (
     "FAILED|ChildFailed|SignalException|closing signal|OMP_NUM|elastic|rank . stops|died without"
@@ -45,17 +38,7 @@ def test_torchruns_flags_are_none_of_the_trainers() -> None:
     assert "--nodes" in own
     assert not own & set(FLAGS)
     assert set(FLAGS) <= set(get_args_parser()._option_string_actions)
-    line = [
-        "--nproc-per-node=8",
-        "--steps",
-        "3",
-        "--rdzv_endpoint",
-        "a:1",
-        "--nodes",
-        "2",
-        "--standalone",
-        "--nproc",
-    ]
+    line = "--nproc-per-node=8 --steps 3 --rdzv_endpoint a:1 --nodes 2 --standalone --nproc".split()
     flags = ["--nproc-per-node=8", "--rdzv_endpoint=a:1", "--standalone"]
     assert split(line) == (flags, ["--steps", "3", "--nodes", "2", "--nproc"])
     for short in ("--step=3", "--node=2", "--nproc_per_node=2"):
@@ -133,7 +116,7 @@ def test_a_killed_rank_is_a_line(tmp_path: Path) -> None:
 
 def test_ctrl_c_says_once_how_to_go_on(tmp_path: Path) -> None:
     terminal = Terminal([*TRAIN, "--steps=10000"], folder=tmp_path, width=300)
-    terminal.until(r"step +\d{2,}/")
+    terminal.until("step +3/")
     terminal.type(b"\x03")
     terminal.type(b"\x03")
     assert terminal.wait() == 130

@@ -157,11 +157,9 @@ def test_the_model_of_activations_gives_what_was_measured():
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
         num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
-    fixed = [
-        "--rollout.batch-size=256",
-        "--rollout.max-prompt-tokens=128",
-        "--rollout.max-new-tokens=512",
-    ]
+    fixed = (
+        "--rollout.batch-size=256 --rollout.max-prompt-tokens=128 --rollout.max-new-tokens=512"
+    ).split()
     fixed += ["--compute.micro-batch-tokens=32768", "--ppo.mini-batches=4"]
     for flags, actor, critic in (
         (["--placement.mode=colocated"], 63, 63),

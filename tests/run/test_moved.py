@@ -201,13 +201,9 @@ def test_models_of_one_folder_are_kept_once(tmp_path: Path) -> None:
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "config.json").touch()
     config = parse(
-        [
-            "--policy.path=/a",
-            "--value.path=/b",
-            "--reference.path=/b",
-            "--reward.model=/a",
-            "--ppo.kl-coef=1",
-        ]
+        (
+            "--policy.path=/a --value.path=/b --reference.path=/b --reward.model=/a --ppo.kl-coef=1"
+        ).split()
     )
     found = {
         kind: model_folder(config, tmp_path, kind).name

@@ -39,19 +39,11 @@ from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
 from splitppo.run.resolve import resolve
 
-FLAGS = [
-    "--rollout.batch-size=4",
-    "--ppo.mini-batches=1",
-    "--ppo.epochs=1",
-    "--log.validate-every=0",
-]
+FLAGS = "--rollout.batch-size=4 --ppo.mini-batches=1 --ppo.epochs=1 --log.validate-every=0".split()
 FLAGS += ["--rollout.max-new-tokens=4"]
-FLAGS += [
-    "--checkpoint.every=1",
-    "--placement.mode=colocated",
-    "--engine.kind=hf",
-    "--data.answer-key=answer",
-]
+FLAGS += (
+    "--checkpoint.every=1 --placement.mode=colocated --engine.kind=hf --data.answer-key=answer"
+).split()
 REWARD = (
     "def score(*, data_source, solution_str, ground_truth, extra_info):\n    return "
     "float(len(solution_str))\n"

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from matplotlib.axes import Axes
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
 from safetensors.torch import load_file
@@ -44,7 +43,7 @@ from splitppo.run.life import Run
 from splitppo.run.resolve import pick_device
 from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
-from splitppo.tools import chat, export, plan, push, report
+from splitppo.tools import chat, export, plan, push
 from splitppo.tools.runs import read_runs
 
 
@@ -267,8 +266,12 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     told = plan.plan(due, gpus=4)
     assert not any("reference with the actor" in line for line in told[1:])
     assert any("reference with the critic" in line for line in told[1:])
+    from splitppo.tools import report  # it draws: most of a second for each rank
+
     texts = []
-    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **how: texts.append(text))
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.text", lambda self, x, y, text, **how: texts.append(text)
+    )
     report.draw(read_runs([due])[0], None)
     assert texts.count('no value model: ppo.baseline = "group"') == 3
 
@@ -402,12 +405,9 @@ def test_another_run_is_refused_by_name(whole, change, told, capfd):
     assert train.main([*argv, *change]) == 2
     assert re.search(told, capfd.readouterr().err)
     check_run_folder(parse([*argv, *change, "--force"]))
-    free = [
-        "--placement.mode=colocated",
-        "--compute.micro-batch-tokens=99",
-        "--checkpoint.keep=9",
-        "--timeout=9",
-    ]
+    free = (
+        "--placement.mode=colocated --compute.micro-batch-tokens=99 --checkpoint.keep=9 --timeout=9"
+    ).split()
     check_same_run(parse([*argv, *free]), whole)
 
 
@@ -703,13 +703,9 @@ def test_fewer_gpus_than_ranks(argv, device, monkeypatch):
 
 
 def test_dry_run_needs_no_process_group(capsys):
-    argv = [
-        "--dry-run",
-        "--world-size=8",
-        "--placement.actor=5",
-        "--rollout.chunks=2",
-        "--ppo.kl-coef=0.1",
-    ]
+    argv = (
+        "--dry-run --world-size=8 --placement.actor=5 --rollout.chunks=2 --ppo.kl-coef=0.1"
+    ).split()
     assert train.main(argv) == 0
     out = capsys.readouterr().out
     assert "placement per_node: 5 actor, 3 critic" in out

@@ -24,12 +24,9 @@ accumulator: Any = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason=MISSING
 )
 ROLES = ("actor", "critic")
-ARGV = [
-    "--rollout.batch-size=12",
-    "--ppo.mini-batches=2",
-    "--log.validate-every=2",
-    "--checkpoint.every=2",
-]
+ARGV = (
+    "--rollout.batch-size=12 --ppo.mini-batches=2 --log.validate-every=2 --checkpoint.every=2"
+).split()
 
 
 def jsonl(path: Path) -> list[dict]:

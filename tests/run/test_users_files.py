@@ -210,11 +210,9 @@ def test_auto_for_held_out_rows_needs_no_rule_for_the_others(tmp_path: Path) -> 
         write_jsonl(tmp_path / f"{of}.jsonl", [{"question": "1=", "answer": "1"}] * 4)
         for of in ("my", "echo")
     )
-    rewards = [
-        "--reward.function=exact_match",
-        "--reward.validation=auto",
-        "--log.validate-every=1",
-    ]
+    rewards = (
+        "--reward.function=exact_match --reward.validation=auto --log.validate-every=1"
+    ).split()
     flags = [
         f"--data.files={mine}",
         f"--data.validation-files={echo}",
@@ -333,12 +331,9 @@ def test_verls_files_run_as_they_are(tmp_path: Path) -> None:
     ]
     reward = [f"--reward.function={tmp_path}/gsm8k.py:compute_score"]
     # an epoch a step
-    small = [
-        "--rollout.batch-size=16",
-        "--log.samples=16",
-        "--rollout.max-new-tokens=8",
-        "--log.validate-every=2",
-    ]
+    small = (
+        "--rollout.batch-size=16 --log.samples=16 --rollout.max-new-tokens=8 --log.validate-every=2"
+    ).split()
     run(tmp_path / "run", f"--policy.path={policy}", *files, *reward, *small)
 
     def due(row: dict) -> float:

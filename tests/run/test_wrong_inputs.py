@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,145 +34,89 @@ from splitppo.run import trackers
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
 COLOCATED = ("--dry-run", "--world-size=4", "--placement.mode=colocated")
 
-FLAGS = [
-    (["--steps=x"], ["--steps", "'x'"]),
-    (["--steps=1.5"], ["--steps", "'1.5'"]),
-    (["--rollout.bath-size=8"], ["--rollout.bath-size", "--rollout.batch-size"]),
-    (["--engine.kind=sglang"], ["--engine.kind", "sglang"]),
-    (["--policy.optim.schedule=step"], ["--policy.optim.schedule", "step"]),
-    (["--policy.optim.betas=0.9"], ["--policy.optim.betas"]),
-    (["--reward.clip", "1"], ["--reward.clip"]),
-    (["--reward.weights", "0.5,2"], ["--reward.weights", "0.5,2"]),
-    (["--reward.normalize=std"], ["--reward.normalize", "std"]),
-    (["--data.overlong=drop"], ["--data.overlong", "drop"]),
-    (["--data.max-rows=all"], ["--data.max-rows", "all"]),
-    (["--ppo.kl-kind=k4"], ["--ppo.kl-kind", "k4"]),
-    (["--ppo.importance=rows"], ["--ppo.importance", "rows"]),
-    (["--log.trackers", "wandb", "mlflow"], ["--log.trackers", "mlflow"]),
-    (["stray"], ["stray"]),
-]
+
+def blocks(text: str) -> list[str]:
+    """The entries of a table: a line each, and lines that go on with an indent."""
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    return [" ".join(entry.split()) for entry in re.split(r"\n(?! )", text.strip())]
+
+
+def cases(text: str) -> list[tuple[list[str], list[str]]]:
+    """A command's flags => what is said of them, ` ... ` where words are left out."""
+    entries = [entry.split(" => ") for entry in blocks(text)]
+    return [(shlex.split(flags), said.split(" ... ")) for flags, said in entries]
+
+
+FLAGS = cases(r"""
+--steps=x => --steps ... 'x'
+--steps=1.5 => --steps ... '1.5'
+--rollout.bath-size=8 => --rollout.bath-size ... --rollout.batch-size
+--engine.kind=sglang => --engine.kind ... sglang
+--policy.optim.schedule=step => --policy.optim.schedule ... step
+--policy.optim.betas=0.9 => --policy.optim.betas
+--reward.clip 1 => --reward.clip
+--reward.weights 0.5,2 => --reward.weights ... 0.5,2
+--reward.normalize=std => --reward.normalize ... std
+--data.overlong=drop => --data.overlong ... drop
+--data.max-rows=all => --data.max-rows ... all
+--ppo.kl-kind=k4 => --ppo.kl-kind ... k4
+--ppo.importance=rows => --ppo.importance ... rows
+--log.trackers wandb mlflow => --log.trackers ... mlflow
+stray => stray
+""")
 
 # For each rule of config/rules.py: values that break it as they are given and shown, the rule, the
 # settings.
 BOUNDS = [
-    (
-        "0",
-        "0",
-        "must be at least 1",
-        "steps nodes ppo.epochs ppo.mini_batches engine.max_rows rollout.samples",
-    ),
-    (
-        "0",
-        "0",
-        "must be at least 1",
-        "rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows env.max_turns",
-    ),
-    (
-        "-1",
-        "-1",
-        "must be at least 1",
-        "rollout.max_new_tokens data.validation_rows compute.micro_batch_tokens",
-    ),
-    (
-        "0",
-        "0",
-        "must be at least 1",
-        "reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples",
-    ),
-    ("0", "0", "must be at least 1", "ppo.kl_horizon engine.tensor_parallel"),
-    (
-        "0",
-        "0",
-        "must be at least 1",
-        "fsdp.tensor_parallel value.tensor_parallel reference.tensor_parallel "
-        "fsdp.sequence_parallel value.sequence_parallel reference.sequence_parallel",
-    ),
-    (
-        "0",
-        "0",
-        "must be at least 1",
-        "reward.tensor_parallel reward.sequence_parallel rollout.max_context "
-        "env.max_observation_tokens",
-    ),
-    ("0", "0", "must be at least 1, or node", "fsdp.shard_size"),
-    (
-        "-1",
-        "-1",
-        "must be at least 0",
-        "checkpoint.every checkpoint.keep checkpoint.keep_every log.samples log.validate_every",
-    ),
-    ("-1", "-1", "must be at least 0", "value.pretrain_steps value.pretrain_patience"),
-    ("0", "0", "must be at least 1", "value.layers value.ensemble value.pretrain_epochs"),
-    (
-        "-1",
-        "-1",
-        "must be at least 0",
-        "ppo.critic_warmup reward.overlong_tokens policy.optim.warmup_steps",
-    ),
-    (
-        "-1e-3",
-        "-0.001",
-        "must be at least 0",
-        "ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef policy.optim.lr",
-    ),
-    ("-0.1", "-0.1", "must be at least 0", "value.optim.weight_decay"),
-    ("0", "0.0", "must be at least 0.001, or logits overflow", "rollout.temperature"),
-    (
-        "1e-4",
-        "0.0001",
-        "must be 0 or at least 0.001, or logits overflow",
-        "log.validate_temperature",
-    ),
-    ("9999999", "9999999", "must be at most 1000000", "rollout.batch_size world_size nodes"),
-    ("1025", "1025", "must be at most 1024", "reward.workers"),
-    ("-1", "-1.0", "must be at least 0", "value.optim.max_grad_norm"),
-    (
-        "-1",
-        "-1.0",
-        "must be at least 0; it is subtracted",
-        "reward.missing_eos_penalty reward.overlong_penalty",
-    ),
-    ("0", "0.0", "must be above 0", "reward.timeout ppo.kl_target ppo.importance_cap timeout"),
-    ("0", "0.0", "must be above 0", "ppo.clip_high ppo.value_clip ppo.clip_low ppo.lam_alpha"),
-    ("0", "0.0", "must be above 0", "policy.optim.eps value.optim.eps env.timeout"),
-    ("-1 -1", "(-1.0, -1.0)", "must be a lower and a higher bound", "reward.clip value.range"),
-    (
-        "echo gsm8k echo",
-        "('echo', 'gsm8k', 'echo')",
-        "names a function twice; name it once",
-        "reward.function reward.validation",
-    ),
-    (
-        "[1]",
-        "[1]",
-        """must be a JSON object, as '{"enable_thinking": false}'""",
-        "data.chat_kwargs",
-    ),
-    ("{", "{", "must be a JSON object", "data.chat_kwargs"),
-    ("1.01", "1.01", "must lie between 0 and 1", "ppo.gamma ppo.lam_value"),
-    (
-        "1.01",
-        "1.01",
-        "must lie between 0 and 1",
-        "policy.optim.min_lr_ratio value.optim.min_lr_ratio",
-    ),
-    ("1.01", "1.01", "must lie between 0 and 1, or be adaptive", "ppo.lam"),
-    ("-0.1", "-0.1", "must lie between 0 and 1", "ppo.lam_value"),
-    ("0", "0", "must lie between 1 and 9", "data.digits"),
-    ("9" * 20, "9" * 20, "must fit into 64 bits, as torch's generators need", "seed"),
-    ("1e14", "100000000000000.0", "must lie between 0 and 1000000000", "timeout"),
-    ("1", "1.0", "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
-    (
-        "0.9 1",
-        "(0.9, 1.0)",
-        "must lie in [0, 1); use 0.9 0.999",
-        "policy.optim.betas value.optim.betas",
-    ),
-    ("1.5", "1.5", "must lie between 0 and 1", "engine.memory_fraction"),
-    ("-1", "-1", "must be at least 0; 0 turns it off", "rollout.top_k rollout.window"),
-    ("-1", "-1", "must be at least 0; 0 turns it off", "policy.lora.rank value.lora.rank"),
-    ("0", "0", "must be above 0", "policy.lora.alpha value.lora.alpha"),
-    ("0", "0.0", "must be above 0 and at most 1; 1 turns it off", "rollout.top_p"),
+    tuple(row.split(" | "))
+    for row in blocks(r"""
+0 | 0 | must be at least 1 | steps nodes ppo.epochs ppo.mini_batches engine.max_rows
+    rollout.samples rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows
+    env.max_turns reward.workers ppo.value_epochs ppo.value_mini_batches log.validate_samples
+    ppo.kl_horizon engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
+    reference.tensor_parallel fsdp.sequence_parallel value.sequence_parallel
+    reference.sequence_parallel reward.tensor_parallel reward.sequence_parallel
+    rollout.max_context env.max_observation_tokens value.layers value.ensemble
+    value.pretrain_epochs
+-1 | -1 | must be at least 1 | rollout.max_new_tokens data.validation_rows
+    compute.micro_batch_tokens
+0 | 0 | must be at least 1, or node | fsdp.shard_size
+-1 | -1 | must be at least 0 | checkpoint.every checkpoint.keep checkpoint.keep_every log.samples
+    log.validate_every value.pretrain_steps value.pretrain_patience ppo.critic_warmup
+    reward.overlong_tokens policy.optim.warmup_steps
+-1e-3 | -0.001 | must be at least 0 | ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef
+    policy.optim.lr
+-0.1 | -0.1 | must be at least 0 | value.optim.weight_decay
+0 | 0.0 | must be at least 0.001, or logits overflow | rollout.temperature
+1e-4 | 0.0001 | must be 0 or at least 0.001, or logits overflow | log.validate_temperature
+9999999 | 9999999 | must be at most 1000000 | rollout.batch_size world_size nodes
+1025 | 1025 | must be at most 1024 | reward.workers
+-1 | -1.0 | must be at least 0 | value.optim.max_grad_norm
+-1 | -1.0 | must be at least 0; it is subtracted | reward.missing_eos_penalty
+    reward.overlong_penalty
+0 | 0.0 | must be above 0 | reward.timeout ppo.kl_target ppo.importance_cap timeout ppo.clip_high
+    ppo.value_clip ppo.clip_low ppo.lam_alpha policy.optim.eps value.optim.eps env.timeout
+-1 -1 | (-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
+echo gsm8k echo | ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
+    reward.function reward.validation
+[1] | [1] | must be a JSON object, as '{"enable_thinking": false}' | data.chat_kwargs
+{ | { | must be a JSON object | data.chat_kwargs
+1.01 | 1.01 | must lie between 0 and 1 | ppo.gamma ppo.lam_value policy.optim.min_lr_ratio
+    value.optim.min_lr_ratio
+1.01 | 1.01 | must lie between 0 and 1, or be adaptive | ppo.lam
+-0.1 | -0.1 | must lie between 0 and 1 | ppo.lam_value
+0 | 0 | must lie between 1 and 9 | data.digits
+99999999999999999999 | 99999999999999999999 | must fit into 64 bits, as torch's generators need |
+    seed
+1e14 | 100000000000000.0 | must lie between 0 and 1000000000 | timeout
+1 | 1.0 | must be above 1; use 3.0, or None to turn it off | ppo.dual_clip
+0.9 1 | (0.9, 1.0) | must lie in [0, 1); use 0.9 0.999 | policy.optim.betas value.optim.betas
+1.5 | 1.5 | must lie between 0 and 1 | engine.memory_fraction
+-1 | -1 | must be at least 0; 0 turns it off | rollout.top_k rollout.window policy.lora.rank
+    value.lora.rank
+0 | 0 | must be above 0 | policy.lora.alpha value.lora.alpha
+0 | 0.0 | must be above 0 and at most 1; 1 turns it off | rollout.top_p
+""")
 ]
 NO_STOP = "holds an empty string, which would end every response at once; drop it"
 
@@ -190,96 +135,7 @@ FLAGS_OUT_OF_BOUNDS = [
 ]
 
 EARLY = [
-    # flags
     *FLAGS_OUT_OF_BOUNDS,
-    (["--rollout.stop", "a", ""], [f"rollout.stop=('a', '') {NO_STOP}"]),
-    (
-        ["--rollout.batch-size=510", "--ppo.mini-batches=4"],
-        ["rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512\n"],
-    ),
-    (
-        ["--rollout.batch-size=510", "--ppo.mini-batches=4", "--rollout.samples=3"],
-        ["rollout.batch_size=510 does not cut into 4 mini-batches; use 504 or 516\n"],
-    ),
-    (
-        ["--rollout.samples=3", "--ppo.mini-batches=1"],
-        ["batch_size=128 is not a multiple", "samples=3", "126 or 129"],
-    ),
-    (["--rollout.batch-size=2", "--ppo.mini-batches=3"], ["rollout.batch_size=2", "use 3\n"]),
-    (["--value.optim.lr=inf"], ["value.optim.lr=inf must be a finite number"]),
-    (["--ppo.kl-coef=nan"], ["ppo.kl_coef=nan must be a finite number"]),
-    (["--policy.optim.betas", "nan", "0.9"], ["policy.optim.betas=nan"]),
-    (["--ppo.dual-clip=nan"], ["ppo.dual_clip=nan must be a finite number"]),
-    (["--reward.clip", "-inf", "1"], ["reward.clip=-inf must be a finite number"]),
-    (["--reward.weights", "nan"], ["reward.weights=nan must be a finite number"]),
-    (["--reward.failed-score=nan"], ["reward.failed_score=nan must be a finite number"]),
-    (["--ppo.kl-target=6"], ["ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it at 0.05"]),
-    (
-        ["--ppo.value-mini-batches=3"],
-        ["ppo.value_mini_batches=3 must divide ppo.mini_batches=2 or be a multiple of"],
-    ),
-    (
-        ["--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=8"],
-        ["rollout.batch_size=12 does not cut into ppo.value_mini_batches=8"],
-    ),
-    (
-        ["--ppo.clip-low=1"],
-        ["ppo.clip_low=1.0 must be below 1: the ratio's lower bound is 1 - clip_low; lower it"],
-    ),
-    (
-        ["--ppo.clip-mode=mask", "--ppo.dual-clip=3"],
-        ["ppo.dual_clip=3.0 bounds what ppo.clip_mode=mask leaves out"],
-    ),
-    (
-        ["--value.pretrain-steps=2", "--ppo.critic-warmup=1"],
-        ["value.pretrain_steps=2 and ppo.critic_warmup=1 are both for the first steps; unset one"],
-    ),
-    (
-        ["--value.pretrain-steps=9", "--steps=3"],
-        ["value.pretrain_steps=9 are more than all steps=3; raise steps"],
-    ),
-    (
-        ["--value.pretrain-steps=2", "--value.ensemble=2"],
-        ["value.pretrain_steps=2 with value.ensemble=2: pretrain one value model", "value.path"],
-    ),
-    (
-        ["--value.ensemble=2", "--rollout.samples=3", "--rollout.batch-size=6"],
-        [
-            "rollout.samples=3 does not cut into 2 equal parts, one for each model of "
-            "value.ensemble; use 2 or 4"
-        ],
-    ),
-    (
-        ["--value.ensemble=3"],
-        ["the 128 prompts of rollout.batch_size=128 do not cut into 3 equal parts", "126 or 132"],
-    ),
-    (
-        ["--value.ensemble=3", "--rollout.samples=2", "--rollout.batch-size=8"],
-        ["the 4 prompts of rollout.batch_size=8 do not cut into 3 equal parts", "use 6 or 12"],
-    ),
-    (
-        ["--reward.normalize=batch", "--rollout.window=8"],
-        [
-            "reward.normalize=batch with rollout.window=8: a step's only row would score 0; use "
-            "running"
-        ],
-    ),
-    (
-        ["--value.range", "0", "1", "--ppo.kl-coef=0.1"],
-        ["value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound"],
-    ),
-    (
-        ["--value.range", "0", "1", "--ppo.lam=adaptive"],
-        ["value.range=(0.0, 1.0) needs whole returns", "ppo.lam_value=adaptive; set both to 1"],
-    ),
-    (
-        ["--value.range", "0", "1", "--ppo.lam-value=1", "--ppo.gamma=0.9"],
-        ["value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0"],
-    ),
-    (
-        ["--ppo.baseline=batch", "--ppo.lam=adaptive"],
-        ["ppo.lam=adaptive: ppo.baseline=batch uses no values; use ppo.lam=1"],
-    ),
     *(
         (
             ["--ppo.baseline=batch", f"--{name.replace('_', '-')}={value}", "--rollout.samples=2"],
@@ -295,690 +151,343 @@ EARLY = [
             "ppo.value_mini_batches": 2,
         }.items()
     ),
-    (
-        ["--ppo.baseline=group"],
-        ["ppo.baseline=group takes the mean of a prompt's other rows", "use rollout.samples=8"],
-    ),
-    (
-        ["--ppo.baseline=group", "--rollout.samples=2", "--rollout.window=4"],
-        [
-            "ppo.baseline=group with rollout.window=4: a prompt's rows end in different steps",
-            "use ppo.baseline=batch, or rollout.window=0",
-        ],
-    ),
-    (
-        ["--dry-run", "--world-size=4", "--ppo.baseline=batch"],
-        [
-            "ppo.baseline=batch has no value model, so placement's critic ranks would hold no ",
-            "use placement.mode=colocated, or give them a reward.model, or the reference of",
-        ],
-    ),
-    (["--value.layers=3"], ["value.layers=3: tiny has 2; use at most 2"]),
-    (
-        ["--value.freeze", "nowhere"],
-        ["value.freeze=nowhere matches no weight; their names are like"],
-    ),
-    (["--value.freeze", "(", "--steps=3"], ["'(' is no regular expression", "correct it"]),
-    (
-        ["--policy.freeze", "body", "embeddings"],
-        ["policy.freeze=body embeddings leaves no weight to train; name fewer"],
-    ),
-    (
-        ["--ppo.critic-warmup=3", "--steps=3"],
-        ["ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps"],
-    ),
-    (
-        ["--env.path", "guess", "--env.tools", "calculator"],
-        ["env.path=guess with env.tools: an environment runs its own tools; unset one"],
-    ),
-    (["--env.format-reward=1"], ["env.format_reward=1 rewards calls of env.tools", "name some"]),
-    (
-        ["--rollout.max-context=9"],
-        ["rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n"],
-    ),
-    (
-        ["--data.task=guess", "--rollout.lengths", "lengths.txt"],
-        ["rollout.lengths fixes the length", "data.task=guess) ends them; unset one"],
-    ),
-    (["--env.path=chess"], ["env.path=chess: no such environment; use guess or path/to/file.py:n"]),
-    (["--env.tools=abacus"], ["env.tools=abacus: no such tool; use calculator, python or path"]),
-    (
-        ["--env.tools=calculator"],
-        ["env.tools needs a chat template, and the tokenizer", "use an instruct model, or an envi"],
-    ),
-    (
-        ["--data.task=guess", "--rollout.max-context=1025"],
-        [
-            "rollout.max_context=1025 is more than the 1024 (max_position_embeddings) that",
-            "use 1024",
-        ],
-    ),
-    (
-        ["--reward.overlong-tokens=6", "--rollout.max-new-tokens=6"],
-        ["reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it"],
-    ),
-    (
-        ["--fsdp.tensor-parallel=2", "--reference.tensor-parallel=3"],
-        ["reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset"],
-    ),
-    (
-        ["--fsdp.sequence-parallel=2", "--fsdp.tensor-parallel=2", "--reference.tensor-parallel=1"],
-        [
-            "reference.tensor_parallel=1 and sequence_parallel=2 make sets of 2 ranks, which is no "
-            "multiple of the policy's, 4; leave both unset"
-        ],
-    ),
-    (
-        ["--fsdp.sequence-parallel=2", "--compute.packing=off"],
-        ["fsdp.sequence_parallel=2 cuts packed rows, and compute.packing=off; leave that unset"],
-    ),
-    (
-        ["--reward.sequence-parallel=2"],
-        ["reward.sequence_parallel=2 cuts a reward.model, and none is set; unset it"],
-    ),
-    (
-        ["--reward.tensor-parallel=2"],
-        ["reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it"],
-    ),
-    (
-        ["--log.validate-samples=2"],
-        ["log.validate_samples=2: greedy samples are equal; raise log.validate_temperature"],
-    ),
-    (
-        ["--placement.reference=critic"],
-        [
-            "placement.reference=critic with ppo.kl_coef=0",
-            "the critic group only uses the KL in the reward; set kl_coef above",
-        ],
-    ),
-    (
-        ["--placement.reference=critic", "--ppo.kl-coef=0.1", "--ppo.kl-loss-coef=0.1"],
-        ["placement.reference=critic with ppo.kl_coef=0.1, ppo.kl_loss_coef=0.1"],
-    ),
-    (
-        ["--placement.reference=critic", "--ppo.kl-coef=0.1"],
-        ["placement.reference is for two groups, and every rank plays both roles; leave it unset"],
-    ),
-    (
-        ["--ppo.old-logprobs=engine", "--ppo.importance=token"],
-        ["ppo.importance=token needs the trainer's old log-probs", "set one of them back"],
-    ),
-    (
-        ["--ppo.old-logprobs=engine", "--rollout.top-k=5"],
-        [
-            "ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5",
-            "use top_p 1 and top_k 0",
-        ],
-    ),
-    (["--placement.barrier"], ["placement.barrier is for two groups"]),
-    (
-        ["--rollout.lengths={d}/none.txt"],
-        ["rollout.lengths={d}/none.txt: no such file", "name one that every rank"],
-    ),
-    (
-        ["--rollout.lengths={d}/lengths.txt"],
-        ["lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6"],
-    ),
-    (["--rollout.lengths={d}/key.toml"], ["key.toml number 1 is '[rollout]'; use 1 to"]),
-    (["--rollout.lengths={d}/bare.txt"], ["bare.txt holds no number; write one a line"]),
-    (
-        ["--rollout.lengths={d}/bare.txt", "--ppo.mask-truncated"],
-        ["and ppo.mask_truncated would drop them; unset one"],
-    ),
-    (["--rollout.lengths={d}/bare.txt", "--rollout.stop=a"], ["leave rollout.stop unset"]),
-    (
-        ["--policy.path={d}/capped", "--policy.random-init", "--compute.packing=on"],
-        ["compute.packing=on: policy.path={d}/capped: rows can't be packed: ", "use auto or off"],
-    ),
-    (["--data.task=sums"], ["'sums'", "--data.task", "('echo', 'addition', 'guess')"]),
     pytest.param(
         ["--engine.kind=vllm"],
         ["engine.kind=vllm, but vLLM is not installed; pip install", "or --engine.kind hf"],
         marks=pytest.mark.skipif(vllm_version() is not None, reason="vLLM is installed"),
     ),
-    (
-        ["--engine.kind=hf", "--engine.tensor-parallel=2"],
-        ["engine.tensor_parallel=2 is for vLLM only; use 1 with"],
-    ),
-    (
-        ["--engine.kind=hf", "--engine.sleep=1"],
-        ["engine.sleep=1 is for vLLM only; use auto with engine.kind hf, or"],
-    ),
-    (["--world-size=2"], ["world_size=2 is for --dry-run", "--nproc_per_node"]),
-    # presets
-    (["--config={d}/none.toml"], ["--config {d}/none.toml: no such file"]),
-    (["--config={d}/broken.toml"], ["--config {d}/broken.toml: not TOML", "line 2", "write it as"]),
-    (["--config={d}/model/model.safetensors"], ["not TOML"]),
-    (
-        ["--config={d}/key.toml"],
-        ["key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?"],
-    ),
-    (["--config={d}/empty_section.toml"], ["unknown key 'checkpoints'; did you mean checkpoint."]),
-    (["--config={d}/below.toml"], ["unknown key 'policy.lr'; did you mean policy.optim.lr?"]),
-    (["--config={d}/type.toml"], ['type.toml: ppo.lam = "high"', "'high'", "FLOAT"]),
-    (["--config={d}/list.toml"], ["list.toml: steps = [1, 2]"]),
-    (["--config={d}/bool.toml"], ["bool.toml: rollout.batch_size = true: write a value"]),
-    (["--config={d}/switch.toml"], ["switch.toml: ppo.whiten = 1: write true or false"]),
-    (
-        ["--config={d}/pair.toml"],
-        ["pair.toml: reward.clip = 5: ", "FLOAT FLOAT", "['5']", "see --help"],
-    ),
-    (["--config={d}"], ["--config {d}: it is a folder"]),
-    (["--config={d}/key.toml", "--config", "{d}/list.toml"], ["--config is given twice"]),
-    (["mine.toml"], ["mine.toml: unknown word; did you mean --config mine.toml?"]),
-    (
-        ["--rollout.max-new-tokens=1024"],
-        [
-            "a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than "
-            "the 1024",
-            "path=tiny can",
-        ],
-    ),
-    (
-        ["--data.overlong=filter"],
-        ["data.overlong=filter needs rollout.max_prompt_tokens", "set it"],
-    ),
-    (["--config={d}/section.toml"], ["section.toml: steps = {}: --steps '{}': write INT"]),
-    (["--config={d}/value.toml"], ["value.toml: ppo = 3", "write [ppo]"]),
-    # placement
-    (
-        ["--placement.actor=2"],
-        ["placement.actor=2: all 1 ranks play both", "start more ranks (a dry run: --world-"],
-    ),
-    (["--placement.mode=per_node"], ["placement.mode=per_node needs 2 ranks", "use colocated"]),
-    (
-        ["--dry-run", "--world-size=8", "--placement.actor=5", "--placement.critic=4"],
-        ["actor=5", "8 ranks", "give one"],
-    ),
-    (
-        ["--dry-run", "--world-size=8", "--placement.actor=6", "--fsdp.tensor-parallel=4"],
-        [
-            "tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into "
-            "whole sets; set fsdp."
-        ],
-    ),
-    (
-        [*COLOCATED, "--fsdp.tensor-parallel=4"],
-        [
-            "policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no "
-            "multiple of it; use"
-        ],
-    ),
-    (
-        [*COLOCATED, "--fsdp.sequence-parallel=4"],
-        [
-            "policy.path=tiny with sequence_parallel=4, tensor_parallel=1: type 'llama' has 2 "
-            "attention heads, no multiple of 4; use a sequence_parallel of [1, 2]"
-        ],
-    ),
-    (
-        [*COLOCATED, "--fsdp.sequence-parallel=4", "--fsdp.tensor-parallel=2"],
-        [
-            "sequence_parallel=4 beside tensor_parallel=2 does not cut the 4 actor ranks, 4 on a "
-            "node or in a replica, into whole sets; set fsdp.sequence_parallel to one of [1, 2]"
-        ],
-    ),
-    (
-        ["--dry-run", "--world-size=8", "--placement.actor=9"],
-        ["actor=9", "no rank of 8 is left for the critic"],
-    ),
-    (
-        ["--dry-run", "--world-size=8", "--nodes=2", "--placement.actor=5"],
-        ["placement.actor=5", "a multiple of 2"],
-    ),
-    (
-        ["--dry-run", "--world-size=7", "--nodes=2"],
-        ["world_size=7", "set --world-size to a multiple of 2"],
-    ),
-    (["--dry-run", "--world-size=0"], ["world_size=0"]),
-    # files
-    (["--data.files={d}/none.jsonl"], ["data.files={d}/none.jsonl: no such file", "give a path"]),
-    (
-        ["--data.files={d}/rows.csv"],
-        ["data.files={d}/rows.csv: unknown kind of file; use .parquet, .json or .jsonl"],
-    ),
-    (["--data.files={d}/empty.jsonl"], ["empty.jsonl holds no rows; remove it from --data.files"]),
-    (
-        ["--data.files={d}/good.jsonl"],
-        ["data.answer_key=reward_model.ground_truth", "columns: prompt, answer; set"],
-    ),
-    (
-        ["--data.files={d}/cut.jsonl", "--data.answer-key=answer"],
-        ["cut.jsonl row 1: broken JSON", "fix it"],
-    ),
-    (["--data.files={d}/no.parquet"], ["no.parquet is no parquet file", "write it again"]),
-    (
-        ["--data.files={d}/json.parquet"],
-        ["json.parquet has a column prompt of JSON texts", "write the rows as .jsonl"],
-    ),
-    (
-        ["--data.files={d}/one.json"],
-        ["one.json holds one dict; a .json file is a list of rows: write [...], or"],
-    ),
-    (
-        ["--data.files={d}/number.jsonl"],
-        ["number.jsonl row 1 is a int; a row is an object with columns: write {...}"],
-    ),
-    (
-        ["--data.files={d}/good.jsonl", "--data.prompt-key=q.a"],
-        ["data.prompt_key=q.a: {d}/good.jsonl row 1 has no"],
-    ),
-    (
-        ["--data.files={d}/null.jsonl", "--data.answer-key=answer"],
-        [
-            "data.answer_key=answer: {d}/null.jsonl row 1 has null there; fill it in, or set "
-            "--data.answer_key ''"
-        ],
-    ),
-    (
-        ["--data.files={d}/nan.jsonl", "--data.answer-key=answer"],
-        ["nan.jsonl row 1 has NaN there; fill it in, or set"],
-    ),
-    (
-        ["--data.files={d}/images.jsonl"],
-        ["images.jsonl row 1 has a column images, but models of text alone are", "use"],
-    ),
-    (
-        ["--data.files={d}/answered.jsonl"],
-        ["answered.jsonl row 1 has a prompt that ends with the assistant's answer; t"],
-    ),
-    (
-        ["--data.files={d}/blank.jsonl"],
-        ["data.prompt_key=prompt: {d}/blank.jsonl row 1 has an empty prompt; fill"],
-    ),
-    (
-        ["--data.files={d}/roles.jsonl"],
-        ["row 1 has a prompt whose message 2 is not {role: string, content: string}"],
-    ),
-    (
-        ["--data.files={d}/ids.jsonl"],
-        ["row 1 has token ids for a prompt; set data.prompt_key to a column of"],
-    ),
-    (
-        ["--data.files={d}/source.jsonl", "--data.answer-key="],
-        ["row 1 has a data_source of type int; it must be a"],
-    ),
-    (
-        ["--data.files={d}/extra.jsonl", "--data.answer-key="],
-        ["row 1 has an extra_info of type list; it must be an"],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--data.validation-files={d}/none.jsonl",
-            "--data.answer-key=answer",
-        ],
-        ["data.validation_files={d}/none.jsonl: no such file"],
-    ),
-    (
-        ["--data.files={d}/good.jsonl", "--data.validation-files={d}/model/../good.jsonl"],
-        [
-            "data.validation_files={d}/model/../good.jsonl is one of data.files, too",
-            "split the file in two, or name",
-        ],
-    ),
-    # model folders
-    (["--policy.path={d}/none"], ["policy.path={d}/none: no such folder", "OWNER/NAME"]),
-    (["--policy.path={d}/empty"], ["model folder {d}/empty: no config.json there; give"]),
-    (
-        ["--policy.path=acme/none"],
-        ["policy.path=acme/none: no such folder, and not in the cache", "HF_HUB_OFFLINE"],
-    ),
-    (
-        ["--policy.path={d}/own"],
-        ["model folder {d}/own: it needs Python code", "--policy.trust-remote-code"],
-    ),
-    (
-        ["--data.files=hf://datasets/acme/none/a.jsonl", "--log.validate-every=0"],
-        [
-            "data.files=hf://datasets/acme/none/a.jsonl: ",
-            "hf download acme/none --repo-type dataset",
-        ],
-    ),
-    (
-        ["--policy.path={d}/config_only"],
-        ["config_only: no model.safetensors; load it with transformers and"],
-    ),
-    (
-        ["--policy.path={d}/config_only", "--policy.random-init"],
-        ["config_only: no tokenizer there; save one"],
-    ),
-    (
-        ["--policy.path={d}/model", "--rollout.max-new-tokens=99999"],
-        [
-            "rollout.max_new_tokens=99999 are 100000 together, more than the 1024 "
-            "(max_position_embeddings) that policy."
-        ],
-    ),
-    (
-        ["--policy.path={d}/unknown"],
-        ["model folder {d}/unknown: config.json is of no model that transformers knows"],
-    ),
-    (
-        ["--policy.path={d}/heads"],
-        ["model folder {d}/heads: config.json is of no model", "attention heads"],
-    ),
-    (
-        ["--policy.path={d}/encoder"],
-        ["'bert' is not a causal language model; choose another policy.path"],
-    ),
-    (
-        ["--value.path={d}/encoder"],
-        ["'bert' is not a causal language model; choose another value.path"],
-    ),
-    (["--policy.path={d}/cut"], ["cut/model.safetensors is no safetensors file", "fetch it again"]),
-    (
-        ["--policy.path={d}/shape"],
-        ["weight model.norm.weight is [32], but [64] by config.json; take both from one"],
-    ),
-    (["--policy.path={d}/lacks"], ["no weight model.norm.weight in its safetensors"]),
-    (
-        ["--reward.model={d}/headless"],
-        [
-            "model folder {d}/headless: no weight score.weight in its safetensors; it is another "
-            "model's"
-        ],
-    ),
-    (
-        ["--policy.path={d}/half"],
-        ["half: b.safetensors is in the index but not there; fetch it again"],
-    ),
-    (
-        ["--value.path={d}/narrow", "--value.random-init"],
-        ["value.path={d}/narrow: its vocabulary of 50", "(83)"],
-    ),
-    (
-        ["--policy.path={d}/adapter"],
-        ["model folder {d}/adapter: a LoRA adapter; this", "merge it into its base"],
-    ),
-    (["--value.path={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
-    (
-        ["--policy.path={d}/experts"],
-        ["'mixtral' is not dense: mixtures of experts are not", "choose another policy"],
-    ),
-    (
-        ["--policy.path={d}/index"],
-        ["index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch"],
-    ),
-    (
-        ["--policy.path={d}/pad"],
-        ["model folder {d}/pad: config.json has pad_token_id = 83; write null, or a token's id"],
-    ),
-    (
-        ["--value.path={d}/pad"],
-        ["model folder {d}/pad: config.json has pad_token_id = 83;", "a whole number below 83"],
-    ),
-    (
-        ["--policy.path={d}/torn"],
-        ["model folder {d}/torn: generation_config.json is no JSON object (Expecting", "fix"],
-    ),
-    (
-        ["--policy.path={d}/listed"],
-        ["model folder {d}/listed: generation_config.json is no JSON object ("],
-    ),
-    (
-        ["--policy.path={d}/named"],
-        ['{d}/named: generation_config.json has eos_token_id = "<eos>"; write null, or a'],
-    ),
-    (
-        ["--policy.path={d}/mixed"],
-        ['{d}/mixed: generation_config.json has eos_token_id = [1, "<eos>"]; write null'],
-    ),
-    (
-        ["--policy.path={d}/act"],
-        ["model folder {d}/act: no model can be built from its config.json (KeyError", "corr"],
-    ),
-    (
-        ["--policy.path={d}/negative"],
-        ["model folder {d}/negative: no model can be built", "correct that file, or use"],
-    ),
-    (
-        ["--policy.path={d}/rope"],
-        ["model folder {d}/rope: config.json is of no model that transformers knows: "],
-    ),
-    (
-        ["--policy.path={d}/longest"],
-        ["model folder {d}/longest: its tokenizer can't be read: ", "save it again"],
-    ),
-    (
-        ["--policy.path={d}/endless"],
-        [
-            "policy.path={d}/endless: config.json, generation_config.json and the tokenizer name "
-            "no eos_token_id",
-            "so no response would end; name one there, or set --rollout.stop",
-        ],
-    ),
-    (
-        ["--policy.path={d}/endless_chat"],
-        ["name no eos_token_id", "name one there, or set --rollout.stop"],
-    ),
-    (
-        ["--policy.path={d}/garbled"],
-        ["model folder {d}/garbled: its tokenizer can't be read: ", "; save it again"],
-    ),
-    (
-        ["--reference.path={d}/narrow", "--ppo.kl-coef=0.1"],
-        [
-            "model folder {d}/narrow: no model.safetensors; load it with transformers and "
-            "save_pretrained it"
-        ],
-    ),
-    # reward models
-    (["--reward.model={d}/none"], ["reward.model={d}/none: no such folder"]),
-    (
-        ["--reward.model={d}/no_value"],
-        ["reward.model={d}/no_value: no sequence classification of type 'mamba'; use"],
-    ),
-    (
-        ["--reward.model={d}/model"],
-        [
-            "{d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name "
-            "a sequence-class"
-        ],
-    ),
-    (
-        ["--reward.model={d}/two"],
-        ["reward.model={d}/two: it gives 2 numbers a text", "num_labels 1 in its"],
-    ),
-    (
-        ["--policy.path={d}/headless"],
-        [
-            "headless: it is a model that scores texts by its config.json "
-            "(LlamaForSequenceClassification); name a"
-        ],
-    ),
-    (
-        ["--reference.path={d}/two", "--ppo.kl-coef=0.1"],
-        ["{d}/two: it is a model that scores texts"],
-    ),
-    (["--reward.model={d}/adapter"], ["model folder {d}/adapter: a LoRA adapter"]),
-    (["--reward.model={d}/judge"], ["model folder {d}/judge: no model.safetensors; load it"]),
-    (
-        ["--reward.model={d}/judge", "--reward.model-random-init"],
-        ["model folder {d}/judge: no tokenizer there; save"],
-    ),
-    # reward functions
-    (
-        ["--reward.function=none"],
-        ["reward.function=none needs a reward.model or an environment, or nothing scores the rows"],
-    ),
-    (
-        ["--reward.function", "none", "echo"],
-        ["reward.function=none echo: name functions, or none alone beside a reward.model"],
-    ),
-    (
-        ["--reward.function=none", "--reward.model={d}/judge", "--log.validate-every=2"],
-        ["log.validate_every=2: functions score held-out rows", "name one in --reward.validation"],
-    ),
-    (
-        ["--reward.function", "echo", "exact_match", "--reward.weights", "0.5"],
-        ["reward.weights=(0.5,) for 2 functions; give one weight each, in their order"],
-    ),
-    (
-        ["--reward.validation=exactmatch"],
-        ["reward.validation=exactmatch: no such rule; use auto, exact_match"],
-    ),
-    (
-        ["--reward.function", "echo", "{d}/reward.py:gone"],
-        ["reward.function={d}/reward.py:gone: ", "has no gone"],
-    ),
-    (
-        ["--reward.function={d}/reward.py:rows"],
-        ["reward.py:rows: it does not take", "(0 is not a callable object)"],
-    ),
-    (
-        ["--reward.function=exactmatch"],
-        ["reward.function=exactmatch: no such rule; use auto, exact_match"],
-    ),
-    (["--reward.function={d}/none.py:score"], ["reward.function={d}/none.py:score: no such file"]),
-    (
-        ["--reward.function={d}/reward.py:scores"],
-        ["reward.py has no scores when it is imported; functions there: score, two"],
-    ),
-    (
-        ["--reward.function={d}/reward.py:two"],
-        ["reward.py:two: it does not take", "define it with (data_source, "],
-    ),
-    (
-        ["--reward.function={d}/imports.py:score"],
-        ["imports.py failed: ModuleNotFoundError", "line 2", "fix the file"],
-    ),
-    # run folder and resume
-    (["--run-dir={d}/rows.csv"], ["run_dir={d}/rows.csv", "choose another --run-dir"]),
-    (["--resume={d}/run/checkpoints/step_000004"], ["needs --run-dir"]),
-    (
-        ["--resume={d}/nowhere", "--run-dir={d}/new"],
-        ["--resume {d}/nowhere: no complete checkpoint", "name a RUN/checkpoints/step_*"],
-    ),
-    (
-        ["--run-dir={d}/run", "--steps=3"],
-        ["steps=3, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps"],
-    ),
+    *cases(r"""
+--rollout.stop a '' =>
+    rollout.stop=('a', '') holds an empty string, which would end every response at once; drop it
+--rollout.batch-size=510 --ppo.mini-batches=4 =>
+    rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512
+--rollout.batch-size=510 --ppo.mini-batches=4 --rollout.samples=3 =>
+    rollout.batch_size=510 does not cut into 4 mini-batches; use 504 or 516
+--rollout.samples=3 --ppo.mini-batches=1 =>
+    batch_size=128 is not a multiple ... samples=3 ... 126 or 129
+--rollout.batch-size=2 --ppo.mini-batches=3 => rollout.batch_size=2 ... use 3
+--value.optim.lr=inf => value.optim.lr=inf must be a finite number
+--ppo.kl-coef=nan => ppo.kl_coef=nan must be a finite number
+--policy.optim.betas nan 0.9 => policy.optim.betas=nan
+--ppo.dual-clip=nan => ppo.dual_clip=nan must be a finite number
+--reward.clip -inf 1 => reward.clip=-inf must be a finite number
+--reward.weights nan => reward.weights=nan must be a finite number
+--reward.failed-score=nan => reward.failed_score=nan must be a finite number
+--ppo.kl-target=6 => ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it at 0.05
+--ppo.value-mini-batches=3 =>
+    ppo.value_mini_batches=3 must divide ppo.mini_batches=2 or be a multiple of
+--rollout.batch-size=12 --ppo.mini-batches=2 --ppo.value-mini-batches=8 =>
+    rollout.batch_size=12 does not cut into ppo.value_mini_batches=8
+--ppo.clip-low=1 =>
+    ppo.clip_low=1.0 must be below 1: the ratio's lower bound is 1 - clip_low; lower it
+--ppo.clip-mode=mask --ppo.dual-clip=3 =>
+    ppo.dual_clip=3.0 bounds what ppo.clip_mode=mask leaves out
+--value.pretrain-steps=2 --ppo.critic-warmup=1 =>
+    value.pretrain_steps=2 and ppo.critic_warmup=1 are both for the first steps; unset one
+--value.pretrain-steps=9 --steps=3 =>
+    value.pretrain_steps=9 are more than all steps=3; raise steps
+--value.pretrain-steps=2 --value.ensemble=2 =>
+    value.pretrain_steps=2 with value.ensemble=2: pretrain one value model ... value.path
+--value.ensemble=2 --rollout.samples=3 --rollout.batch-size=6 =>
+    rollout.samples=3 does not cut into 2 equal parts, one for each model of value.ensemble; use 2
+    or 4
+--value.ensemble=3 =>
+    the 128 prompts of rollout.batch_size=128 do not cut into 3 equal parts ... 126 or 132
+--value.ensemble=3 --rollout.samples=2 --rollout.batch-size=8 =>
+    the 4 prompts of rollout.batch_size=8 do not cut into 3 equal parts ... use 6 or 12
+--reward.normalize=batch --rollout.window=8 =>
+    reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running
+--value.range 0 1 --ppo.kl-coef=0.1 =>
+    value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound
+--value.range 0 1 --ppo.lam=adaptive =>
+    value.range=(0.0, 1.0) needs whole returns ... ppo.lam_value=adaptive; set both to 1
+--value.range 0 1 --ppo.lam-value=1 --ppo.gamma=0.9 =>
+    value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0
+--ppo.baseline=batch --ppo.lam=adaptive =>
+    ppo.lam=adaptive: ppo.baseline=batch uses no values; use ppo.lam=1
+--ppo.baseline=group =>
+    ppo.baseline=group takes the mean of a prompt's other rows ... use rollout.samples=8
+--ppo.baseline=group --rollout.samples=2 --rollout.window=4 =>
+    ppo.baseline=group with rollout.window=4: a prompt's rows end in different steps ... use
+    ppo.baseline=batch, or rollout.window=0
+--dry-run --world-size=4 --ppo.baseline=batch =>
+    ppo.baseline=batch has no value model, so placement's critic ranks would hold no  ... use
+    placement.mode=colocated, or give them a reward.model, or the reference of
+--value.layers=3 => value.layers=3: tiny has 2; use at most 2
+--value.freeze nowhere => value.freeze=nowhere matches no weight; their names are like
+--value.freeze '(' --steps=3 => '(' is no regular expression ... correct it
+--policy.freeze body embeddings =>
+    policy.freeze=body embeddings leaves no weight to train; name fewer
+--ppo.critic-warmup=3 --steps=3 =>
+    ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps
+--env.path guess --env.tools calculator =>
+    env.path=guess with env.tools: an environment runs its own tools; unset one
+--env.format-reward=1 => env.format_reward=1 rewards calls of env.tools ... name some
+--rollout.max-context=9 =>
+    rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n
+--data.task=guess --rollout.lengths lengths.txt =>
+    rollout.lengths fixes the length ... data.task=guess) ends them; unset one
+--env.path=chess => env.path=chess: no such environment; use guess or path/to/file.py:n
+--env.tools=abacus => env.tools=abacus: no such tool; use calculator, python or path
+--env.tools=calculator =>
+    env.tools needs a chat template, and the tokenizer ... use an instruct model, or an envi
+--data.task=guess --rollout.max-context=1025 =>
+    rollout.max_context=1025 is more than the 1024 (max_position_embeddings) that ... use 1024
+--reward.overlong-tokens=6 --rollout.max-new-tokens=6 =>
+    reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it
+--fsdp.tensor-parallel=2 --reference.tensor-parallel=3 =>
+    reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset
+--fsdp.sequence-parallel=2 --fsdp.tensor-parallel=2 --reference.tensor-parallel=1 =>
+    reference.tensor_parallel=1 and sequence_parallel=2 make sets of 2 ranks, which is no multiple
+    of the policy's, 4; leave both unset
+--fsdp.sequence-parallel=2 --compute.packing=off =>
+    fsdp.sequence_parallel=2 cuts packed rows, and compute.packing=off; leave that unset
+--reward.sequence-parallel=2 =>
+    reward.sequence_parallel=2 cuts a reward.model, and none is set; unset it
+--reward.tensor-parallel=2 =>
+    reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it
+--log.validate-samples=2 =>
+    log.validate_samples=2: greedy samples are equal; raise log.validate_temperature
+--placement.reference=critic =>
+    placement.reference=critic with ppo.kl_coef=0 ... the critic group only uses the KL in the
+    reward; set kl_coef above
+--placement.reference=critic --ppo.kl-coef=0.1 --ppo.kl-loss-coef=0.1 =>
+    placement.reference=critic with ppo.kl_coef=0.1, ppo.kl_loss_coef=0.1
+--placement.reference=critic --ppo.kl-coef=0.1 =>
+    placement.reference is for two groups, and every rank plays both roles; leave it unset
+--ppo.old-logprobs=engine --ppo.importance=token =>
+    ppo.importance=token needs the trainer's old log-probs ... set one of them back
+--ppo.old-logprobs=engine --rollout.top-k=5 =>
+    ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5 ... use top_p 1 and top_k 0
+--placement.barrier => placement.barrier is for two groups
+--rollout.lengths={d}/none.txt =>
+    rollout.lengths={d}/none.txt: no such file ... name one that every rank
+--rollout.lengths={d}/lengths.txt =>
+    lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6
+--rollout.lengths={d}/key.toml => key.toml number 1 is '[rollout]'; use 1 to
+--rollout.lengths={d}/bare.txt => bare.txt holds no number; write one a line
+--rollout.lengths={d}/bare.txt --ppo.mask-truncated =>
+    and ppo.mask_truncated would drop them; unset one
+--rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
+--policy.path={d}/capped --policy.random-init --compute.packing=on =>
+    compute.packing=on: policy.path={d}/capped: rows can't be packed:  ... use auto or off
+--data.task=sums => 'sums' ... --data.task ... ('echo', 'addition', 'guess')
+--engine.kind=hf --engine.tensor-parallel=2 =>
+    engine.tensor_parallel=2 is for vLLM only; use 1 with
+--engine.kind=hf --engine.sleep=1 =>
+    engine.sleep=1 is for vLLM only; use auto with engine.kind hf, or
+--world-size=2 => world_size=2 is for --dry-run ... --nproc_per_node
+# presets
+--config={d}/none.toml => --config {d}/none.toml: no such file
+--config={d}/broken.toml => --config {d}/broken.toml: not TOML ... line 2 ... write it as
+--config={d}/model/model.safetensors => not TOML
+--config={d}/key.toml =>
+    key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?
+--config={d}/empty_section.toml => unknown key 'checkpoints'; did you mean checkpoint.
+--config={d}/below.toml => unknown key 'policy.lr'; did you mean policy.optim.lr?
+--config={d}/type.toml => type.toml: ppo.lam = "high" ... 'high' ... FLOAT
+--config={d}/list.toml => list.toml: steps = [1, 2]
+--config={d}/bool.toml => bool.toml: rollout.batch_size = true: write a value
+--config={d}/switch.toml => switch.toml: ppo.whiten = 1: write true or false
+--config={d}/pair.toml => pair.toml: reward.clip = 5:  ... FLOAT FLOAT ... ['5'] ... see --help
+--config={d} => --config {d}: it is a folder
+--config={d}/key.toml --config {d}/list.toml => --config is given twice
+mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
+--rollout.max-new-tokens=1024 =>
+    a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024 ...
+    path=tiny can
+--data.overlong=filter => data.overlong=filter needs rollout.max_prompt_tokens ... set it
+--config={d}/section.toml => section.toml: steps = {}: --steps '{}': write INT
+--config={d}/value.toml => value.toml: ppo = 3 ... write [ppo]
+# placement
+--placement.actor=2 =>
+    placement.actor=2: all 1 ranks play both ... start more ranks (a dry run: --world-
+--placement.mode=per_node => placement.mode=per_node needs 2 ranks ... use colocated
+--dry-run --world-size=8 --placement.actor=5 --placement.critic=4 =>
+    actor=5 ... 8 ranks ... give one
+--dry-run --world-size=8 --placement.actor=6 --fsdp.tensor-parallel=4 =>
+    tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into whole
+    sets; set fsdp.
+--dry-run --world-size=4 --placement.mode=colocated --fsdp.tensor-parallel=4 =>
+    policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple
+    of it; use
+--dry-run --world-size=4 --placement.mode=colocated --fsdp.sequence-parallel=4 =>
+    policy.path=tiny with sequence_parallel=4, tensor_parallel=1: type 'llama' has 2 attention
+    heads, no multiple of 4; use a sequence_parallel of [1, 2]
+--dry-run --world-size=4 --placement.mode=colocated --fsdp.sequence-parallel=4
+    --fsdp.tensor-parallel=2 =>
+    sequence_parallel=4 beside tensor_parallel=2 does not cut the 4 actor ranks, 4 on a node or in
+    a replica, into whole sets; set fsdp.sequence_parallel to one of [1, 2]
+--dry-run --world-size=8 --placement.actor=9 => actor=9 ... no rank of 8 is left for the critic
+--dry-run --world-size=8 --nodes=2 --placement.actor=5 => placement.actor=5 ... a multiple of 2
+--dry-run --world-size=7 --nodes=2 => world_size=7 ... set --world-size to a multiple of 2
+--dry-run --world-size=0 => world_size=0
+# files; test_data.py has the others
+--data.files={d}/none.jsonl => data.files={d}/none.jsonl: no such file ... give a path
+--data.files={d}/good.jsonl =>
+    data.answer_key=reward_model.ground_truth ... columns: prompt, answer; set
+--data.files={d}/json.parquet =>
+    json.parquet has a column prompt of JSON texts ... write the rows as .jsonl
+--data.files={d}/good.jsonl --data.prompt-key=q.a =>
+    data.prompt_key=q.a: {d}/good.jsonl row 1 has no
+--data.files={d}/images.jsonl =>
+    images.jsonl row 1 has a column images, but models of text alone are ... use
+--data.files={d}/ids.jsonl => row 1 has token ids for a prompt; set data.prompt_key to a column of
+--data.files={d}/good.jsonl --data.validation-files={d}/none.jsonl --data.answer-key=answer =>
+    data.validation_files={d}/none.jsonl: no such file
+--data.files={d}/good.jsonl --data.validation-files={d}/model/../good.jsonl =>
+    data.validation_files={d}/model/../good.jsonl is one of data.files, too ... split the file in
+    two, or name
+# model folders
+--policy.path={d}/none => policy.path={d}/none: no such folder ... OWNER/NAME
+--policy.path={d}/empty => model folder {d}/empty: no config.json there; give
+--policy.path=acme/none =>
+    policy.path=acme/none: no such folder, and not in the cache ... HF_HUB_OFFLINE
+--policy.path={d}/own => model folder {d}/own: it needs Python code ... --policy.trust-remote-code
+--data.files=hf://datasets/acme/none/a.jsonl --log.validate-every=0 =>
+    data.files=hf://datasets/acme/none/a.jsonl:  ... hf download acme/none --repo-type dataset
+--policy.path={d}/config_only => config_only: no model.safetensors; load it with transformers and
+--policy.path={d}/config_only --policy.random-init => config_only: no tokenizer there; save one
+--policy.path={d}/model --rollout.max-new-tokens=99999 =>
+    rollout.max_new_tokens=99999 are 100000 together, more than the 1024 (max_position_embeddings)
+    that policy.
+--policy.path={d}/unknown =>
+    model folder {d}/unknown: config.json is of no model that transformers knows
+--policy.path={d}/heads => model folder {d}/heads: config.json is of no model ... attention heads
+--policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
+--value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
+--policy.path={d}/cut => cut/model.safetensors is no safetensors file ... fetch it again
+--policy.path={d}/shape =>
+    weight model.norm.weight is [32], but [64] by config.json; take both from one
+--policy.path={d}/lacks => no weight model.norm.weight in its safetensors
+--reward.model={d}/headless =>
+    model folder {d}/headless: no weight score.weight in its safetensors; it is another model's
+--policy.path={d}/half => half: b.safetensors is in the index but not there; fetch it again
+--value.path={d}/narrow --value.random-init =>
+    value.path={d}/narrow: its vocabulary of 50 ... (83)
+--policy.path={d}/adapter =>
+    model folder {d}/adapter: a LoRA adapter; this ... merge it into its base
+--value.path={d}/adapter => model folder {d}/adapter: a LoRA adapter
+--policy.path={d}/experts =>
+    'mixtral' is not dense: mixtures of experts are not ... choose another policy
+--policy.path={d}/index =>
+    index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch
+--policy.path={d}/pad =>
+    model folder {d}/pad: config.json has pad_token_id = 83; write null, or a token's id
+--value.path={d}/pad =>
+    model folder {d}/pad: config.json has pad_token_id = 83; ... a whole number below 83
+--policy.path={d}/torn =>
+    model folder {d}/torn: generation_config.json is no JSON object (Expecting ... fix
+--policy.path={d}/listed => model folder {d}/listed: generation_config.json is no JSON object (
+--policy.path={d}/named =>
+    {d}/named: generation_config.json has eos_token_id = "<eos>"; write null, or a
+--policy.path={d}/mixed =>
+    {d}/mixed: generation_config.json has eos_token_id = [1, "<eos>"]; write null
+--policy.path={d}/act =>
+    model folder {d}/act: no model can be built from its config.json (KeyError ... corr
+--policy.path={d}/negative =>
+    model folder {d}/negative: no model can be built ... correct that file, or use
+--policy.path={d}/rope =>
+    model folder {d}/rope: config.json is of no model that transformers knows:
+--policy.path={d}/longest =>
+    model folder {d}/longest: its tokenizer can't be read:  ... save it again
+--policy.path={d}/endless =>
+    policy.path={d}/endless: config.json, generation_config.json and the tokenizer name no
+    eos_token_id ... so no response would end; name one there, or set --rollout.stop
+--policy.path={d}/endless_chat => name no eos_token_id ... name one there, or set --rollout.stop
+--policy.path={d}/garbled =>
+    model folder {d}/garbled: its tokenizer can't be read:  ... ; save it again
+--reference.path={d}/narrow --ppo.kl-coef=0.1 =>
+    model folder {d}/narrow: no model.safetensors; load it with transformers and save_pretrained
+    it
+# reward models
+--reward.model={d}/none => reward.model={d}/none: no such folder
+--reward.model={d}/no_value =>
+    reward.model={d}/no_value: no sequence classification of type 'mamba'; use
+--reward.model={d}/model =>
+    {d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name a
+    sequence-class
+--reward.model={d}/two => reward.model={d}/two: it gives 2 numbers a text ... num_labels 1 in its
+--policy.path={d}/headless =>
+    headless: it is a model that scores texts by its config.json (LlamaForSequenceClassification);
+    name a
+--reference.path={d}/two --ppo.kl-coef=0.1 => {d}/two: it is a model that scores texts
+--reward.model={d}/adapter => model folder {d}/adapter: a LoRA adapter
+--reward.model={d}/judge => model folder {d}/judge: no model.safetensors; load it
+--reward.model={d}/judge --reward.model-random-init =>
+    model folder {d}/judge: no tokenizer there; save
+# reward functions
+--reward.function=none =>
+    reward.function=none needs a reward.model or an environment, or nothing scores the rows
+--reward.function none echo =>
+    reward.function=none echo: name functions, or none alone beside a reward.model
+--reward.function=none --reward.model={d}/judge --log.validate-every=2 =>
+    log.validate_every=2: functions score held-out rows ... name one in --reward.validation
+--reward.function echo exact_match --reward.weights 0.5 =>
+    reward.weights=(0.5,) for 2 functions; give one weight each, in their order
+--reward.validation=exactmatch =>
+    reward.validation=exactmatch: no such rule; use auto, exact_match
+--reward.function echo {d}/reward.py:gone => reward.function={d}/reward.py:gone:  ... has no gone
+--reward.function={d}/reward.py:rows =>
+    reward.py:rows: it does not take ... (0 is not a callable object)
+--reward.function=exactmatch => reward.function=exactmatch: no such rule; use auto, exact_match
+--reward.function={d}/none.py:score => reward.function={d}/none.py:score: no such file
+--reward.function={d}/reward.py:scores =>
+    reward.py has no scores when it is imported; functions there: score, two
+--reward.function={d}/reward.py:two =>
+    reward.py:two: it does not take ... define it with (data_source,
+--reward.function={d}/imports.py:score =>
+    imports.py failed: ModuleNotFoundError ... line 2 ... fix the file
+# run folder and resume
+--run-dir={d}/rows.csv => run_dir={d}/rows.csv ... choose another --run-dir
+--resume={d}/run/checkpoints/step_000004 => needs --run-dir
+--resume={d}/nowhere --run-dir={d}/new =>
+    --resume {d}/nowhere: no complete checkpoint ... name a RUN/checkpoints/step_*
+--run-dir={d}/run --steps=3 =>
+    steps=3, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps
+"""),
 ]
 
-DATA = [
-    (
-        ["--data.task=guess", "--rollout.max-context=16"],
-        ["rollout.max_context=16 leaves no room behind the longest prompt of 16 tokens; raise it"],
-    ),
-    # told by the dry run, and by all ranks at once, with a process group, before a model is built
-    (
-        ["--data.files={d}/third.jsonl"],
-        ["third.jsonl row 3 has a prompt of type int", "must be a string"],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--rollout.max-new-tokens=1020",
-            "--reward.function=exact_match",
-        ],
-        [
-            "a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than "
-            "the 1024",
-            "lower the latter",
-        ],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--rollout.max-prompt-tokens=5",
-            "--reward.function=exact_match",
-        ],
-        [
-            "rollout.max_prompt_tokens=5",
-            "good.jsonl row 2 has a prompt of 9 tokens",
-            "set --rollout.max_prompt_tokens 9",
-        ],
-    ),
-    (
-        ["--data.files={d}/good.jsonl", "--reward.function=last_number"],
-        [
-            "good.jsonl row 2: ground truth 'blue'",
-            "last_number needs a number; set --reward.function",
-        ],
-    ),
-    (
-        ["--data.files={d}/good.jsonl"],
-        ["reward.function=auto: no rule for data_source 'good'", "set --reward.function"],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--reward.function=exact_match",
-            "--reward.validation=auto",
-            "--data.validation-files={d}/two.jsonl",
-        ],
-        [
-            "reward.validation=auto: no rule for data_source 'two'",
-            "set --reward.validation to exact_match, ",
-        ],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--reward.function=exact_match",
-            "--data.validation-files={d}/third.jsonl",
-        ],
-        ["data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int"],
-    ),
-    (
-        [
-            "--data.files={d}/good.jsonl",
-            "--reward.function=exact_match",
-            "--data.overlong=filter",
-            "--rollout.max-prompt-tokens=3",
-        ],
-        [
-            "data.overlong=filter: all 2 rows of data.files have prompts over "
-            "rollout.max_prompt_tokens=3; the",
-            "shortest has 4 tokens: raise the limit, or set --data.overlong cut",
-        ],
-    ),
-    (
-        ["--data.system=Add."],
-        ["data.system is for the chat template, but the tokenizer", "an instruct model or drop"],
-    ),
-    (
-        ["--data.files={d}/untrue.jsonl", "--reward.function=exact_match"],
-        [
-            "untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule "
-            "exact_match needs a text; set"
-        ],
-    ),
-    (
-        ["--policy.path={d}/thinking", '--data.chat-kwargs={{"enable_thinkin":false}}'],
-        [
-            "data.chat_kwargs has enable_thinkin, which the chat template never reads; did you "
-            "mean enable_thinking?"
-        ],
-    ),
-    (
-        ['--data.chat-kwargs={{"a":1}}'],
-        ["data.chat_kwargs is for the chat template, but the", "drop data.chat_kwargs"],
-    ),
-    (
-        ["--policy.path={d}/chat", "--data.system=Add.", "--data.no-chat"],
-        ["data.system is for the chat template, but data.chat is off; drop one of the two"],
-    ),
-    (
-        ["--data.files={d}/messages.jsonl"],
-        [
-            "messages.jsonl row 1 has a prompt of chat messages, but the tokenizer (",
-            "use an instruct model or string",
-        ],
-    ),
-    (
-        ["--data.files={d}/messages.jsonl", "--policy.path={d}/chat"],
-        [
-            "messages.jsonl row 1: the chat template refuses these messages (no tools); fix the "
-            "row, or data.chat"
-        ],
-    ),
-    (
-        ["--data.files={d}/good.jsonl", "--policy.path={d}/mute"],
-        ["good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer"],
-    ),
-]
+DATA = cases(r"""
+--data.task=guess --rollout.max-context=16 =>
+    rollout.max_context=16 leaves no room behind the longest prompt of 16 tokens; raise it
+# told by the dry run, and by all ranks at once, with a process group, before a model is built
+--data.files={d}/third.jsonl => third.jsonl row 3 has a prompt of type int ... must be a string
+--data.files={d}/good.jsonl --rollout.max-new-tokens=1020 --reward.function=exact_match =>
+    a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024 ...
+    lower the latter
+--data.files={d}/good.jsonl --rollout.max-prompt-tokens=5 --reward.function=exact_match =>
+    rollout.max_prompt_tokens=5 ... good.jsonl row 2 has a prompt of 9 tokens ... set
+    --rollout.max_prompt_tokens 9
+--data.files={d}/good.jsonl --reward.function=last_number =>
+    good.jsonl row 2: ground truth 'blue' ... last_number needs a number; set --reward.function
+--data.files={d}/good.jsonl =>
+    reward.function=auto: no rule for data_source 'good' ... set --reward.function
+--data.files={d}/good.jsonl --reward.function=exact_match --reward.validation=auto
+    --data.validation-files={d}/two.jsonl =>
+    reward.validation=auto: no rule for data_source 'two' ... set --reward.validation to
+    exact_match,
+--data.files={d}/good.jsonl --reward.function=exact_match --data.validation-files={d}/third.jsonl =>
+    data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int
+--data.files={d}/good.jsonl --reward.function=exact_match --data.overlong=filter
+    --rollout.max-prompt-tokens=3 =>
+    data.overlong=filter: all 2 rows of data.files have prompts over rollout.max_prompt_tokens=3;
+    the ... shortest has 4 tokens: raise the limit, or set --data.overlong cut
+--data.system=Add. =>
+    data.system is for the chat template, but the tokenizer ... an instruct model or drop
+--data.files={d}/untrue.jsonl --reward.function=exact_match =>
+    untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule exact_match needs
+    a text; set
+--policy.path={d}/thinking '--data.chat-kwargs={{"enable_thinkin":false}}' =>
+    data.chat_kwargs has enable_thinkin, which the chat template never reads; did you mean
+    enable_thinking?
+'--data.chat-kwargs={{"a":1}}' =>
+    data.chat_kwargs is for the chat template, but the ... drop data.chat_kwargs
+--policy.path={d}/chat --data.system=Add. --data.no-chat =>
+    data.system is for the chat template, but data.chat is off; drop one of the two
+--data.files={d}/good.jsonl --policy.path={d}/mute =>
+    good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer
+""")
 
 REWARDS = """
 rows = 0
@@ -1041,28 +550,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "section.toml": "[steps]\n",
         "value.toml": "ppo = 3\n",
         "rows.csv": "prompt,answer\n",
-        "empty.jsonl": "\n",
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n'
         '{"prompt": "The sky: ", "answer": "blue"}\n',
         "third.jsonl": '{"prompt": "a", "answer": "2"}\n{"prompt": "b", "answer": "2"}\n'
         '{"prompt": 3, "answer": "2"}\n',
-        "cut.jsonl": '{"prompt": "1+1=", "ans',
-        "no.parquet": "PAR",
         "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
-        "null.jsonl": '{"prompt": "a", "answer": null}\n',
-        "nan.jsonl": '{"prompt": "a", "answer": NaN}\n',
         "images.jsonl": '{"prompt": "<image>a", "images": ["a.png"]}\n',
-        "answered.jsonl": '{"prompt": [{"role": "user", "content": "a"}, '
-        '{"role": "assistant", "content": "b"}]}\n',
         "untrue.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n',
-        "blank.jsonl": '{"prompt": " "}\n',
         "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
-        "roles.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}\n',
-        "source.jsonl": '{"prompt": "a", "data_source": 3}\n',
-        "extra.jsonl": '{"prompt": "a", "extra_info": [1]}\n',
-        "messages.jsonl": '{"prompt": [{"role": "tool", "content": "a"}], "answer": "b"}\n',
-        "one.json": '{"prompt": "a"}',
-        "number.jsonl": "3\n",
         "adapter/adapter_config.json": '{"peft_type": "LORA"}',
         "experts/config.json": '{"model_type": "mixtral"}',
         "no_value/config.json": '{"model_type": "mamba"}',

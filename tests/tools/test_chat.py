@@ -24,12 +24,9 @@ from splitppo.tools.export import load_model
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of the embedded model on one rank, with two checkpoints."""
     folder = tmp_path_factory.mktemp("chat") / "run"
-    flags = [
-        "--policy.optim.lr=0.02",
-        "--value.optim.lr=0.02",
-        "--checkpoint.every=1",
-        "--log.validate-every=0",
-    ]
+    flags = (
+        "--policy.optim.lr=0.02 --value.optim.lr=0.02 --checkpoint.every=1 --log.validate-every=0"
+    ).split()
     run_ranks(1, main_rank, [*SMALL, *flags, "--steps=3", f"--run-dir={folder}"])
     return folder
 

@@ -305,14 +305,7 @@ class ForkedJob:
 
     def __init__(self, line: list[str], stdout: Any, stderr: Any) -> None:
         at = line.index("splitppo.train")
-        assert line[1:at] == [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            "-m",
-        ]
+        assert line[1:at] == "-m torch.distributed.run --standalone --nproc_per_node 2 -m".split()
         self.job = Torchrun(2, train.main, line[at + 1 :], out=Path(stdout.name))
 
     def __enter__(self) -> "ForkedJob":
@@ -330,34 +323,14 @@ class ForkedJob:
 
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    trainer = [
-        "--rollout.batch-size",
-        "16",
-        "--ppo.mini-batches",
-        "2",
-        "--ppo.kl-coef",
-        "0.1",
-        "--seed",
-        "3",
-    ]
+    trainer = "--rollout.batch-size 16 --ppo.mini-batches 2 --ppo.kl-coef 0.1 --seed 3".split()
     trainer += ["--ppo.epochs", "2"]
     (tmp_path / "preset.toml").write_text(
         '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\n'
         "every = 2\n"
     )
     trainer += ["--config", str(tmp_path / "preset.toml")]
-    argv = [
-        "bench",
-        "--gpus",
-        "2",
-        "--jobs",
-        "1+1",
-        "colocated",
-        "--lengths",
-        "lognormal:4:12",
-        "--warmup",
-        "2",
-    ]
+    argv = "bench --gpus 2 --jobs 1+1 colocated --lengths lognormal:4:12 --warmup 2".split()
     monkeypatch.setattr("sys.argv", [*argv, "--steps", "2", "--out", str(out), *trainer])
     monkeypatch.setattr(
         bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob})
