@@ -350,7 +350,7 @@ def fresh_head(inputs: Path, number: int, head: Any) -> dict:
 
 def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
     # a loss is a difference of numbers near 1 (whitened advantages), so its own size is no scale:
-    # 1e-5 of 1
+    # 1e-5 of 1. The gradients of rows cancel, too: processors round norms below .1 otherwise
     for role, losses, norms in (
         ("actor", "policy_losses", "policy_grad_norms"),
         ("critic", "value_losses", "value_grad_norms"),
@@ -363,7 +363,7 @@ def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
                 loss, getattr(due["results"][step], losses), rtol=rtol, atol=1e-6
             )
             torch.testing.assert_close(
-                norm, getattr(due["results"][step], norms), rtol=1e-5, atol=1e-8
+                norm, getattr(due["results"][step], norms), rtol=1e-5, atol=2e-6
             )
     for kind in ("policy", "value"):
         for name, weight in seen[kind].items():
