@@ -4,7 +4,7 @@ submitted."""
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -44,6 +44,27 @@ class Piece:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     end: End
+
+
+@dataclass(eq=False)
+class OpenPiece:
+    """An ask in work, and what has been drawn for it. `rank`: whose it is, where an engine serves
+    several."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rank: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row so far."""
+        return len(self.ask.ids) + len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.ask.tokens - len(self.tokens)
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
