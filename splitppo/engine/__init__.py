@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
+from splitppo.models.names import ties_of
 from splitppo.rollout import End
 
 TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns without a piece
@@ -77,10 +78,9 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
     """Maps each weight and persistent buffer to its tensor's first name (tied weights share a
     tensor) and its shape."""
-    first: dict[int, str] = {}
+    ties = ties_of(model)
     return {
-        name: (first.setdefault(id(tensor), name), tensor.shape)
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        name: (ties.get(name, name), tensor.shape) for name, tensor in model.state_dict().items()
     }
 
 
