@@ -342,11 +342,6 @@ def learning_rate(
     warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
     a run of one step keeps the peak.
     """
-    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(
-            "want step >= 1, warmup_steps >= 0 and a schedule,"
-            f" got {step}, {warmup_steps}, {schedule!r}"
-        )
     if step <= warmup_steps:
         return peak * step / warmup_steps
     top = max(warmup_steps, 1)

@@ -158,10 +158,8 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
         and getattr(config, "is_decoder", None) is False
     )
-    causal = (
-        type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        or "AutoModelForCausalLM" in code_of(config)
-    )
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    causal = known or "AutoModelForCausalLM" in code_of(config)
     need = ""
     if not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
