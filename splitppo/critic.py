@@ -183,8 +183,9 @@ class Critic:
             start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
-        moments, *errors = algo.all_moments(
-            self.group.all_gather, [plain, returns, returns - values]
+        apart = [torch.stack(scored.by_model).std(0)] if len(scored.by_model) > 1 else []
+        moments, of_returns, of_errors, *deviation = algo.all_moments(
+            self.group.all_gather, [plain, returns, returns - values, *apart]
         )
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
@@ -199,7 +200,9 @@ class Critic:
             figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._deviation(scored) | summaries(extra | figures, self.group)
+        metrics = summaries(extra | figures, self.group)
+        if deviation:  # of an ensemble's values
+            metrics["critic/values/deviation"] = float(deviation[0].mean)
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
@@ -208,7 +211,7 @@ class Critic:
         kept = {"advantage": plain, "reward": rewards}
         if self.learners:
             kept["value"] = values
-            metrics["critic/vf_explained_var"] = algo.explained_variance(*errors)
+            metrics["critic/vf_explained_var"] = algo.explained_variance(of_returns, of_errors)
             metrics |= quality(
                 rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
             )
@@ -253,14 +256,6 @@ class Critic:
             prompts=prompts if config.ppo.baseline == "group" else None,
             shape=(config.rollout.batch_size // samples, samples),
         )
-
-    def _deviation(self, scored: ScoredRows) -> dict[str, float]:
-        """The mean deviation of an ensemble's values."""
-        if len(scored.by_model) < 2:
-            return {}
-        spread = torch.stack(scored.by_model).std(0)
-        (moments,) = algo.all_moments(self.group.all_gather, [spread])
-        return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: ScoredRows) -> tuple[Tensor, Tensor]:
         """The rows' whole scores that become rewards: normalised, clipped, less penalties; `[B]`.
