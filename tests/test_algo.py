@@ -13,6 +13,7 @@ from torch import Tensor
 
 from splitppo import algo
 from splitppo.algo import Aggregate, Moments
+from splitppo.config import OptimConfig
 from splitppo.learner import learning_rate
 
 AGGREGATES: tuple[Aggregate, ...] = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
@@ -892,12 +893,8 @@ def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
     ],
 )
 def test_learning_rate_by_hand(schedule, warmup, want):
-    got = [
-        learning_rate(
-            s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25
-        )
-        for s in range(1, 7)
-    ]
+    optim = OptimConfig(lr=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+    got = [learning_rate(s, 6, optim) for s in range(1, 7)]
     assert got == pytest.approx(want, rel=1e-12)
 
 
@@ -905,15 +902,15 @@ def test_learning_rate_by_hand(schedule, warmup, want):
 def test_learning_rate_at_the_ends(schedule):
     def lr(step: int, steps: int, floor: float) -> float:
         return learning_rate(
-            step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor
+            step, steps, OptimConfig(lr=3.0, schedule=schedule, min_lr_ratio=floor)
         )
 
     assert lr(10, 10, 0.0) == pytest.approx(0.0, abs=1e-15)
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
-    beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
     # all of it was warm-up
-    assert learning_rate(7, schedule=schedule, **beyond) == pytest.approx(1.5)
+    beyond = OptimConfig(lr=3.0, schedule=schedule, warmup_steps=6, min_lr_ratio=0.5)
+    assert learning_rate(7, 6, beyond) == pytest.approx(1.5)
 
 
 def test_importance_weights_are_of_clamped_log_ratios():
