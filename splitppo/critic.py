@@ -183,7 +183,10 @@ class Critic:
             start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
-        (moments,) = algo.all_moments(self.group.all_gather, [plain])
+        apart = [torch.stack(scored.by_model).std(0)] if len(scored.by_model) > 1 else []
+        moments, of_returns, of_errors, *deviation = algo.all_moments(
+            self.group.all_gather, [plain, returns, returns - values, *apart]
+        )
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
             "critic/score": scored.totals,
@@ -192,12 +195,14 @@ class Critic:
             "critic/returns": returns,
         }
         if self.learners:
-            figures |= {"critic/values": values, "error": returns - values}
+            figures["critic/values"] = values
         if self.learners and self.context.config.has_env:
             figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         # the trainer's own figures win over a reward's of the same name
-        metrics = self._deviation(scored) | summaries(extra | figures, self.group)
+        metrics = summaries(extra | figures, self.group)
+        if deviation:  # of an ensemble's values
+            metrics["critic/values/deviation"] = float(deviation[0].mean)
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
@@ -206,6 +211,7 @@ class Critic:
         kept = {"advantage": plain, "reward": rewards}
         if self.learners:
             kept["value"] = values
+            metrics["critic/vf_explained_var"] = algo.explained_variance(of_returns, of_errors)
             metrics |= quality(
                 rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
             )
@@ -250,14 +256,6 @@ class Critic:
             prompts=prompts if config.ppo.baseline == "group" else None,
             shape=(config.rollout.batch_size // samples, samples),
         )
-
-    def _deviation(self, scored: ScoredRows) -> dict[str, float]:
-        """The mean deviation of an ensemble's values."""
-        if len(scored.by_model) < 2:
-            return {}
-        spread = torch.stack(scored.by_model).std(0)
-        (moments,) = algo.all_moments(self.group.all_gather, [spread])
-        return {"critic/values/deviation": float(moments.mean)}
 
     def _shape(self, scored: ScoredRows) -> tuple[Tensor, Tensor]:
         """The rows' whole scores that become rewards: normalised, clipped, less penalties; `[B]`.
@@ -308,7 +306,7 @@ class Critic:
         self.failing = state.get("failing", {})  # of older checkpoints: none
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
-    def update(self, plan: StepPlan, scored: ScoredRows, returns: Tensor) -> dict[str, Any]:
+    def update(self, plan: StepPlan, scored: ScoredRows, found: Estimate) -> dict[str, Any]:
         """The value models' updates, one after another; returns their metrics."""
         if not self.learners:
             return {"optimizer_steps": []}
@@ -325,13 +323,11 @@ class Critic:
                 [row for row in part if self.context.value_model(row) == model]
                 for part in mini_batches
             ]
-            fields = {"old": values, "returns": returns}
+            fields = {"old": values, "returns": found.returns}
             figures += learner.update(
                 rows, own, fields, self._objective, step=plan.step, epochs=epochs
             )
-        errors = returns - scored.values
-        moments = algo.all_moments(self.group.all_gather, [returns, errors])
-        self.pretraining.finish(plan.step, *moments)
+        self.pretraining.finish(plan.step, found.metrics.get("critic/vf_explained_var"))
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
         if "perf/update_tflop" in metrics:
             metrics["perf/update_tflop"] *= len(self.learners)

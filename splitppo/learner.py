@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ GATHER_BYTES = 2**27
 
 # (model, rows, fields `[N]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Learner:
@@ -108,15 +107,7 @@ class Learner:
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1; not one of those in which the model
         waits."""
-        optim = self.optim
-        return learning_rate(
-            step - self.waited,
-            steps=self.steps - self.waited,
-            peak=optim.lr,
-            schedule=optim.schedule,
-            warmup_steps=optim.warmup_steps,
-            min_lr_ratio=optim.min_lr_ratio,
-        )
+        return learning_rate(step - self.waited, self.steps - self.waited, self.optim)
 
     def warm_up(
         self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]
@@ -327,34 +318,22 @@ class Learner:
         return norm
 
 
-def learning_rate(
-    step: int,
-    *,
-    steps: int,
-    peak: float,
-    schedule: Schedule,
-    warmup_steps: int,
-    min_lr_ratio: float,
-) -> float:
-    """Learning rate of a step, in `peak`'s unit; steps count from 1 to `steps`.
+def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
+    """Learning rate of a step; steps count from 1 to `steps`.
 
-    Warm-up step s <= w has `peak * s / w`. From the first step at the peak (w, or 1 without a
-    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * peak` at step `steps`;
-    a run of one step keeps the peak.
+    Warm-up step s <= w has `lr * s / w`. From the first step at the peak (w, or 1 without a
+    warm-up) `linear` and `cosine` (half a period) go down to `min_lr_ratio * lr` at step `steps`; a
+    run of one step keeps the peak.
     """
-    if step < 1 or warmup_steps < 0 or schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(
-            "want step >= 1, warmup_steps >= 0 and a schedule,"
-            f" got {step}, {warmup_steps}, {schedule!r}"
-        )
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    top = max(warmup_steps, 1)
-    if schedule == "constant" or step == top:
-        return peak
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    top = max(optim.warmup_steps, 1)
+    if optim.schedule == "constant" or step == top:
+        return optim.lr
     progress = min((step - top) / (steps - top), 1.0) if steps > top else 1.0
-    share = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (min_lr_ratio + (1 - min_lr_ratio) * share)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    share = 1 - progress if optim.schedule == "linear" else cosine
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share)
 
 
 def start_at_mean(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from splitppo import algo
 from splitppo.config import Config
 
 
@@ -34,14 +33,12 @@ class Pretraining:
         """Whether this is a step of pretraining."""
         return step <= self.value.pretrain_steps and not self.ended
 
-    def finish(self, step: int, returns: algo.Moments, errors: algo.Moments) -> None:
-        """After the value model's update. `returns`: over the step's tokens, the value model's
-        targets. `errors`: these less the values that the model had before it was trained on the
-        rows."""
+    def finish(self, step: int, explained: float | None) -> None:
+        """After the value model's update. `explained`: the explained variance of its targets by the
+        values that it had before it was trained on the rows; None: no row has ended."""
         if not self.runs(step):
             return
-        if returns.count:  # rows have ended in this step
-            explained = algo.explained_variance(returns, errors)
+        if explained is not None:
             self.stale = 0 if explained > self.best else self.stale + 1
             self.best = max(self.best, explained)
         if step == self.value.pretrain_steps or 0 < self.value.pretrain_patience <= self.stale:

@@ -98,7 +98,7 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
             links.advantages.send(plan, scored.rollout, [found.advantages], flag=found.waits)
         with log.span("update"):  # a thread writes the samples, until the step's end
             run.write_samples(step, partial(critic.samples, step, scored, found))
-            metrics = found.metrics | critic.update(plan, scored, found.returns)
+            metrics = found.metrics | critic.update(plan, scored, found)
         with log.span("checkpoint"):
             run.save("critic", step, critic)
         run.finish("critic", step, metrics)
@@ -138,7 +138,7 @@ def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -
         with log.span("update"):
             metrics |= noted | actor.update(plan, rollout, logprobs, own, waits=found.waits)
         with critic_log.span("update"):
-            updated = critic.update(plan, scored, found.returns)
+            updated = critic.update(plan, scored, found)
         with log.span("validate"):
             metrics |= actor.validate(step)
         with log.span("checkpoint"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from splitppo import algo
 from splitppo.algo import Aggregate, Moments
+from splitppo.config import OptimConfig
 from splitppo.learner import learning_rate
 
 AGGREGATES: tuple[Aggregate, ...] = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
@@ -196,11 +197,6 @@ def test_exponentials_are_taken_of_clamped_log_ratios(side):
     same(metrics["ppo_kl"] / -logs.mean(), 1.0)  # no exponential: as it is
 
 
-def test_kl_refuses_an_unknown_kind():
-    with pytest.raises(ValueError, match="'k4'"):
-        algo.kl_estimate(t([0.0]), t([0.0]), "k4")  # pyright: ignore[reportArgumentType]
-
-
 def test_token_rewards_by_hand():
     got = algo.token_rewards(t(10, 20, 30, 40), t(1, 2, 3, 4, 6, 7, 1), [3, 3, 0, 1], kl_coef=0.5)
     same(got, [-0.5, -1, 8.5, -2, -3, 16.5, 39.5])
@@ -354,14 +350,6 @@ def test_aggregate_of_nothing_is_zero_and_can_go_backward(aggregate):
             == x.grad.abs().sum()
             == 0
         )
-
-
-def test_aggregate_refuses_an_unknown_name():
-    unknown: Any = "sum"
-    with pytest.raises(ValueError, match="'sum'"):
-        aggregate_loss(t([1.0]), t([1]), unknown)
-    with pytest.raises(ValueError, match="'sum'"):
-        algo.aggregate_weight(t(1), unknown)
 
 
 # Losses
@@ -526,8 +514,6 @@ def test_limits_at_their_ends():
     loss, metrics = policy_loss(old + math.log(2), old, t([-1.0]), t([1]), dual_clip=2.0)
     same(loss, 2.0)
     same(metrics["pg_clipfrac_lower"], 0.0)
-    with pytest.raises(ValueError, match="dual_clip > 1"):
-        policy_loss(old, old, old, t([1]), dual_clip=1.0)
     loss, metrics = value_loss(
         t([5.0]), t([1.0]), t([3.0]), t([1]), clip=0.0, aggregate="token_mean"
     )
@@ -549,12 +535,8 @@ def test_policy_loss_gradient_flows_into_the_new_logprobs_only_and_survives_junk
     assert advantages.grad is None
 
 
-def test_policy_loss_refuses_nonsense():
+def test_policy_loss_refuses_other_shapes():
     one = t([0.0])
-    with pytest.raises(ValueError, match="dual_clip > 1, got"):
-        policy_loss(one, one, one, t([1]), dual_clip=0.5)
-    with pytest.raises(ValueError, match="clip_low, clip_high"):
-        policy_loss(one, one, one, t([1]), high=-0.1)
     with pytest.raises(ValueError, match=r"'advantages': \(2,\)"):
         algo.policy_loss(one[0], one[0], t(0, 0), ROWS, **CLIPS)
 
@@ -603,8 +585,6 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
     assert old.grad is None
     assert returns.grad is None
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
-    with pytest.raises(ValueError, match="clip must be"):
-        value_loss(values, old, returns, t([1, 0], [1, 1]), clip=-0.5, aggregate="token_mean")
 
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum"])
@@ -913,12 +893,8 @@ def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
     ],
 )
 def test_learning_rate_by_hand(schedule, warmup, want):
-    got = [
-        learning_rate(
-            s, steps=6, peak=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25
-        )
-        for s in range(1, 7)
-    ]
+    optim = OptimConfig(lr=8.0, schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+    got = [learning_rate(s, 6, optim) for s in range(1, 7)]
     assert got == pytest.approx(want, rel=1e-12)
 
 
@@ -926,22 +902,15 @@ def test_learning_rate_by_hand(schedule, warmup, want):
 def test_learning_rate_at_the_ends(schedule):
     def lr(step: int, steps: int, floor: float) -> float:
         return learning_rate(
-            step, steps=steps, peak=3.0, schedule=schedule, warmup_steps=0, min_lr_ratio=floor
+            step, steps, OptimConfig(lr=3.0, schedule=schedule, min_lr_ratio=floor)
         )
 
     assert lr(10, 10, 0.0) == pytest.approx(0.0, abs=1e-15)
     assert lr(12, 10, 0.5) == 1.5  # stays at the floor
     assert lr(1, 1, 0.0) == 3.0  # the only step learns
-    beyond: Any = {"steps": 6, "peak": 3.0, "warmup_steps": 6, "min_lr_ratio": 0.5}
     # all of it was warm-up
-    assert learning_rate(7, schedule=schedule, **beyond) == pytest.approx(1.5)
-    with pytest.raises(ValueError, match="step >= 1"):
-        lr(0, 10, 0.0)
-
-
-def test_learning_rate_refuses_an_unknown_schedule():
-    with pytest.raises(ValueError, match="'wsd'"):
-        learning_rate(1, steps=2, peak=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.0)  # pyright: ignore
+    beyond = OptimConfig(lr=3.0, schedule=schedule, warmup_steps=6, min_lr_ratio=0.5)
+    assert learning_rate(7, 6, beyond) == pytest.approx(1.5)
 
 
 def test_importance_weights_are_of_clamped_log_ratios():

@@ -159,14 +159,14 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
             torch.save(held, record / "policy_parts.pt")
         return metrics
 
-    def critic_update(self, plan, scored, returns):
+    def critic_update(self, plan, scored, found):
         step = plan.step
         torch.save(
             dict(zip(scored.rollout.rows, scored.scores.tolist(), strict=True)),
             record / f"scores_{step}_{rank}.pt",
         )
         time.sleep(0.3 if slow == "critic" else 0)
-        metrics = judge(self, plan, scored, returns)
+        metrics = judge(self, plan, scored, found)
         weights = {
             f"{i}.{name}": weight.cpu().clone()
             for i, learner in enumerate(self.learners)

@@ -474,8 +474,7 @@ def test_a_step_without_rows_says_nothing_of_pretraining():
     pretraining = Pretraining(
         Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None
     )
-    nothing = algo.moments(torch.zeros(0))
-    pretraining.finish(1, nothing, nothing)
+    pretraining.finish(1, None)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 
 

@@ -4,8 +4,8 @@ rank.
 Shapes: `B` rows, `N` packed tokens, `V` vocabulary. All takes packed tokens: those that the policy
 sampled, row after row, and the rows' `lengths`. Nothing is padded: one row of 32k tokens among a
 thousand short ones would cost most of the memory. Log-probs, KL and entropy are in nats. Shapes
-that don't fit and settings out of their range are a ValueError. Parts of a batch add up: the caller
-may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
+that don't fit are a ValueError; settings are checked by the configuration. Parts of a batch add up:
+the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
 
 Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438).
 Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020

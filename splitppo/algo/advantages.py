@@ -111,8 +111,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
         return 0.5 * log_r.square()
     if kind == "abs":
         return log_r.abs()
-    if kind != "k3":
-        raise ValueError(f"unknown KL estimator {kind!r}: want k1, k2, k3 or abs")
     # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
     return torch.expm1(clamped := clamp_log_ratio(log_r)) - clamped
 

@@ -4,13 +4,14 @@ submitted."""
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from splitppo.config import RolloutConfig
+from splitppo.models.names import ties_of
 from splitppo.rollout import End
 
 TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns without a piece
@@ -46,6 +47,27 @@ class Piece:
     end: End
 
 
+@dataclass(eq=False)
+class OpenPiece:
+    """An ask in work, and what has been drawn for it. `rank`: whose it is, where an engine serves
+    several."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rank: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row so far."""
+        return len(self.ask.ids) + len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.ask.tokens - len(self.tokens)
+
+
 def row_seed(seed: int, row: int, tokens: int) -> int:
     """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed
     per request."""
@@ -56,10 +78,9 @@ def row_seed(seed: int, row: int, tokens: int) -> int:
 def weight_names(model: nn.Module) -> dict[str, tuple[str, torch.Size]]:
     """Maps each weight and persistent buffer to its tensor's first name (tied weights share a
     tensor) and its shape."""
-    first: dict[int, str] = {}
+    ties = ties_of(model)
     return {
-        name: (first.setdefault(id(tensor), name), tensor.shape)
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        name: (ties.get(name, name), tensor.shape) for name, tensor in model.state_dict().items()
     }
 
 

@@ -14,7 +14,6 @@ all, at each token.
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from splitppo.engine import TICK, Ask, Piece
+from splitppo.engine import TICK, Ask, OpenPiece, Piece
 from splitppo.rollout import End
 
 # cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
@@ -42,24 +41,6 @@ NO_TOKEN = 2**31 - 1  # beyond every vocabulary: no part of a stop string
 # logits `[R, V]`, rows `[R]`, positions in their responses `[R]` -> tokens `[R]` and their
 # log-probs `[R]`
 Draw = Callable[[Tensor, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
-
-
-@dataclass(eq=False)
-class _Row:
-    """A row in a place or in the queue, and what has been drawn for it."""
-
-    ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Tokens of its context; the last one drawn is not in the cache yet."""
-        return len(self.ask.ids) + len(self.tokens)
-
-    @property
-    def left(self) -> int:
-        return self.ask.tokens - len(self.tokens)
 
 
 class _Columns(DynamicLayer):
@@ -136,7 +117,7 @@ class Decoder:
 
     def submit(self, asks: Iterable[Ask]) -> None:
         """Rows to decode, in this order if they are more than there are places."""
-        self._queue += [_Row(ask) for ask in asks]
+        self._queue += [OpenPiece(ask) for ask in asks]
 
     def poll(self) -> list[Piece]:
         """Decodes until rows end, but no longer than `TICK` and a step. Returns those rows."""
@@ -152,8 +133,8 @@ class Decoder:
 
     def abort(self) -> None:
         """Drops all rows, and the cache."""
-        self._queue: list[_Row] = []
-        self._rows: dict[int, _Row] = {}  # by place
+        self._queue: list[OpenPiece] = []
+        self._rows: dict[int, OpenPiece] = {}  # by place
         self._cache: Any = None
         # as the keys, `[P, 1, C, 1]`
         self._mask = torch.zeros(0, 1, 0, 1, dtype=torch.long, device=self.device)
@@ -195,7 +176,7 @@ class Decoder:
         logits = self._forward(ids, self._mask[:, 0, first : self._at, 0], positions, self._cache)
         return self._take(logits[list(self._rows)], dict(self._rows))
 
-    def _enter(self, rows: list[_Row]) -> list[Piece]:
+    def _enter(self, rows: list[OpenPiece]) -> list[Piece]:
         """Rows get places and their first token. Without any, the places are as many as the open
         rows."""
         self._idle = 0
@@ -215,7 +196,7 @@ class Decoder:
             del rows[:count], places[:count]
         return ended
 
-    def _prefill(self, rows: dict[int, _Row]) -> list[Piece]:
+    def _prefill(self, rows: dict[int, OpenPiece]) -> list[Piece]:
         """One forward pass of rows alone, by place, and a token for each."""
         ids = pad_sequence(
             [torch.tensor([*row.ask.ids, *row.tokens]) for row in rows.values()],
@@ -246,7 +227,7 @@ class Decoder:
         self._rows |= rows
         return self._take(logits, rows)
 
-    def _arrange(self, entering: list[_Row]) -> None:
+    def _arrange(self, entering: list[OpenPiece]) -> None:
         """Makes the batch anew: places for open rows, the first ones, and for those that enter;
         columns for the longest, and room for more."""
         rows = list(self._rows.values())
@@ -283,7 +264,7 @@ class Decoder:
         )
         return self.model(**inputs).logits[:, -1]
 
-    def _take(self, logits: Tensor, rows: dict[int, _Row]) -> list[Piece]:
+    def _take(self, logits: Tensor, rows: dict[int, OpenPiece]) -> list[Piece]:
         """Draws a token for each row, by place, from logits `[R, V]`. Rows that end leave."""
         drawn = self._draw(
             logits.float(),
@@ -306,7 +287,7 @@ class Decoder:
                 ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))
         return ended
 
-    def _stopped(self, rows: list[_Row]) -> list[bool]:
+    def _stopped(self, rows: list[OpenPiece]) -> list[bool]:
         """For each row, whether a stop string ends in its last token."""
         if not self._stop:
             return [False] * len(rows)

@@ -7,7 +7,6 @@ tokens were drawn for.
 
 import copy
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.initialization import no_init_weights
 
@@ -53,7 +53,13 @@ def draw(logits: Tensor, noise: Tensor, sampling: RolloutConfig) -> tuple[Tensor
         tokens = logits.argmax(dim=-1)
         logprobs = torch.log_softmax(logits, dim=-1)
     else:
-        logprobs = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
+        logits = logits / sampling.temperature
+        ids: Any = None  # these functions of the library look at the logits alone
+        if sampling.top_k > 0:
+            logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
+        if sampling.top_p < 1:
+            logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
+        logprobs = torch.log_softmax(logits, dim=-1)
         probs = logprobs.exp()
         # A parallel sum may be non-monotone in the last bit. Without the fill, a token of
         # probability 0 could win.
@@ -61,21 +67,6 @@ def draw(logits: Tensor, noise: Tensor, sampling: RolloutConfig) -> tuple[Tensor
         passed = cdf > noise[:, None] * cdf.amax(dim=-1, keepdim=True)
         tokens = passed.to(torch.uint8).argmax(dim=-1)  # the first of the ones
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _truncate(logits: Tensor, sampling: RolloutConfig) -> Tensor:
-    """Sets the logits `[R, V]` of the tokens outside top-k and top-p to -inf."""
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        # of the likelier tokens: the token that passes top_p is kept
-        before = probs.cumsum(dim=-1) - probs
-        ordered = ordered.masked_fill(before >= sampling.top_p, -math.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    return logits
 
 
 class HFEngine(RolloutEngine):

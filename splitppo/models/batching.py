@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,22 +139,18 @@ def partition(
     each bin. With `sizes`, the items of a bin have at most `room` together, unless the bin holds
     one item. None: they don't fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
+    filled = np.zeros(count)
+    loads = np.zeros(count)
     sizes = sizes or [0] * len(costs)
-    cheapest = [(0.0, k) for k in range(count)]  # a heap
     # of equal ones, the first comes first
     for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        full = []  # cheaper bins, without room for the item
-        while cheapest and bins[k := cheapest[0][1]] and filled[k] + sizes[i] > room:
-            full.append(heappop(cheapest))
-        if not cheapest:
+        full = (filled > 0) & (filled + sizes[i] > room)
+        k = int(np.where(full, np.inf, loads).argmin())
+        if full[k]:
             return None
-        cost, k = cheapest[0]
         bins[k].append(i)
         filled[k] += sizes[i]
-        heapreplace(cheapest, (cost + costs[i], k))
-        for entry in full:
-            heappush(cheapest, entry)
+        loads[k] += costs[i]
     return bins
 
 

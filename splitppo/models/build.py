@@ -28,8 +28,6 @@ from splitppo.models.heads import PolicyModel, SharedModel, ValueModel
 
 # `both`: policy and value model over one body
 Kind = Literal["policy", "value", "reward", "both"]
-CAUSAL = "AutoModelForCausalLM"
-SCORING = "AutoModelForSequenceClassification"
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # modules in which a layer mixes positions, as transformers calls them; those of linear attention,
@@ -143,7 +141,7 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     if kind == "reward":
         if not (
             type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-            or SCORING in code_of(config)
+            or "AutoModelForSequenceClassification" in code_of(config)
         ):
             raise UserError(
                 f"reward.model={folder}: no sequence classification of type "
@@ -160,7 +158,8 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
         and getattr(config, "is_decoder", None) is False
     )
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or CAUSAL in code_of(config)
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    causal = known or "AutoModelForCausalLM" in code_of(config)
     need = ""
     if not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"

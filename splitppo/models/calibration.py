@@ -76,25 +76,20 @@ def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str
 def summaries(figures: dict[str, Tensor], group: Group) -> dict[str, float]:
     """Mean, minimum and maximum over the whole batch of figures that each rank has for its
     rows."""
-    every = {name: (algo.moments(x), x.min(), x.max()) for name, x in figures.items() if len(x)}
     own = {
-        name: [*map(float, (m.count, m.mean, m.variance, *ends))]
-        for name, (m, *ends) in every.items()
+        name: [float(len(x)), *map(float, (algo.moments(x).mean, x.min(), x.max()))]
+        for name, x in figures.items()
+        if len(x)
     }
     gathered = group.all_gather(own)
     metrics = {}
-    whole = {}
     for name in dict.fromkeys(name for part in gathered for name in part):
-        found = [part[name] for part in gathered if name in part]
-        parts = torch.tensor(found, dtype=torch.float64)
-        whole[name] = algo.merge_moments([algo.Moments(*part[:3]) for part in parts])
+        counts, means, lows, highs = torch.tensor(
+            [part[name] for part in gathered if name in part], dtype=torch.float64
+        ).T
         metrics |= {
-            f"{name}/mean": float(whole[name].mean),
-            f"{name}/min": float(parts[:, 3].min()),
-            f"{name}/max": float(parts[:, 4].max()),
+            f"{name}/mean": float((counts * means).sum() / counts.sum()),
+            f"{name}/min": float(lows.min()),
+            f"{name}/max": float(highs.max()),
         }
-    if "error" in whole:
-        metrics["critic/vf_explained_var"] = algo.explained_variance(
-            whole["critic/returns"], whole["error"]
-        )
-    return {name: value for name, value in metrics.items() if not name.startswith("error/")}
+    return metrics

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from splitppo.models import lora
 from splitppo.models.build import Kind, build, shorten
+from splitppo.models.heads import adapted_layers
 from splitppo.models.tensor import transformer_layers
 
 # The part of a GPU that a job may plan with. On a card of 79.2 GiB a job that was estimated at 75
@@ -56,9 +57,27 @@ def footprint(
         model.to(dtype)
     layers = transformer_layers(model)
     hidden = config.hidden_size * dtype.itemsize
-    # what autograd keeps; what modules without parts, as norms, read
-    saved = []
-    read = []
+    try:
+        saved = _saved(model, again=compiled and dtype != torch.float32) / len(layers)
+    except Exception:  # a model's own code may ask for values, and meta tensors have none
+        saved = TYPICAL * hidden
+    inside = {id(p): p for layer in layers for p in layer.parameters()}
+    return Footprint(
+        layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+        root=sum(p.numel() for p in model.parameters() if id(p) not in inside),
+        vocabulary=model.causal.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
+        layers=whole,
+        saved=saved,
+        hidden=hidden,
+        widest=max(max(p.shape) for p in inside.values() if p.ndim == 2) * dtype.itemsize,
+    )
+
+
+def _saved(model: Any, *, again: bool) -> float:
+    """The bytes a token that autograd keeps of a model's layers. `again`: what no matrix product
+    needs is made again of what modules without parts, as norms, read."""
+    saved: list[Tensor] = []
+    read: list[Tensor] = []
     products = _Products()
 
     def attend(
@@ -78,33 +97,20 @@ def footprint(
             lambda _, inputs: read.extend(x for x in inputs if isinstance(x, Tensor))
         )
     # the output of a layer with adapters is a sum of two products, and stands for both
-    for module in (module for module in model.modules() if hasattr(module, "lora_A")):
+    for module in adapted_layers(model):
         module.register_forward_hook(lambda _, __, out: products.seen.append(out))
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    try:
-        with (
-            products,
-            torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
-        ):
-            getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False)
-        if compiled and dtype != torch.float32:
-            needed = {_key(x) for x in products.seen if isinstance(x, Tensor)}
-            saved = [x for x in saved if _key(x) in needed] + read
-        known = {_key(x) for x in (*model.parameters(), *model.buffers())}
-        sizes = {key: x.untyped_storage().nbytes() for x in saved if (key := _key(x)) not in known}
-        a_layer = sum(sizes.values()) / TOKENS / len(layers)
-    except Exception:  # a model's own code may ask for values, and meta tensors have none
-        a_layer = TYPICAL * hidden
-    inside = {id(p): p for layer in layers for p in layer.parameters()}
-    return Footprint(
-        layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-        root=sum(p.numel() for p in model.parameters() if id(p) not in inside),
-        vocabulary=model.causal.get_output_embeddings().weight.shape[0] if kind == "policy" else 0,
-        layers=whole,
-        saved=a_layer,
-        hidden=hidden,
-        widest=max(max(p.shape) for p in inside.values() if p.ndim == 2) * dtype.itemsize,
-    )
+    with (
+        products,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
+        getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False)
+    if again:
+        needed = {_key(x) for x in products.seen if isinstance(x, Tensor)}
+        saved = [x for x in saved if _key(x) in needed] + read
+    known = {_key(x) for x in (*model.parameters(), *model.buffers())}
+    sizes = {key: x.untyped_storage().nbytes() for x in saved if (key := _key(x)) not in known}
+    return sum(sizes.values()) / TOKENS
 
 
 class _Products(TorchDispatchMode):

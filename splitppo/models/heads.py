@@ -148,7 +148,7 @@ class PolicyOutputs:
     compiled: bool = False  # fuses the computation on the logits
 
     def __call__(
-        self, model: nn.Module, batch: MicroBatch, *, entropy: bool
+        self, model: nn.Module, batch: MicroBatch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[N]` float32; without `entropy` the latter are 0."""
         # a tensor: to the compiler a number would be a computation on the CPU

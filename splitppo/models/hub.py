@@ -77,13 +77,20 @@ class HubName:
 
 
 def find(
-    setting: str, given: str, *, own_code: bool = False, before: str = "", fetch: bool = True
+    setting: str,
+    given: str,
+    *,
+    own_code: bool = False,
+    before: str = "",
+    fetch: bool = True,
+    files: Sequence[str] = FILES,
 ) -> tuple[str, str]:
     """Of a hub name: the same with the commit that is used, and its local path. Of another name:
     itself, twice. Raises UserError if there is no such folder, nor such a name on the hub, or it
     can't be fetched. Settings of `data.` name files, others models; with `own_code` the model's
     Python files are fetched, too. `before`: settings (TOML) of the run that goes on; a name without
-    a revision keeps the commit that it has there. Without `fetch`, only the cache is searched."""
+    a revision keeps the commit that it has there. Without `fetch`, only the cache is searched.
+    `files`: patterns of what is fetched of a model."""
     is_data = setting.startswith("data.")
     if not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir():
         return given, given
@@ -106,7 +113,7 @@ def find(
         # start
         started = os.environ.get(ERROR_FILE)
         with WeakFileLock(Path(started).parents[1] / "hub.lock") if started else nullcontext():
-            commit = _fetch(name, own_code)
+            commit = _fetch(name, [*files, *["*.py"] * own_code])
     elif not (commit := name.cached()):
         at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
         raise name.error(
@@ -117,11 +124,12 @@ def find(
     return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
 
 
-def _fetch(name: HubName, own_code: bool) -> str:
-    """Fetches what the cache lacks; returns the commit. If the hub doesn't answer, the cache's
+def _fetch(name: HubName, patterns: Sequence[str]) -> str:
+    """Fetches what the cache lacks of a data set's file, or of a model's files by these patterns;
+    returns the commit. If the hub doesn't answer, the cache's
     commit will do."""
     hub = HfApi()
-    wanted = (escape(name.file),) if name.file else (*FILES, "*.py") if own_code else FILES
+    wanted = (escape(name.file),) if name.file else patterns
     try:
         info = hub.repo_info(
             name.repo,

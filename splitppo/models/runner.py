@@ -3,7 +3,6 @@ models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from splitppo.models.batching import (
     micro_batch,
     partition,
 )
-from splitppo.models.heads import PolicyOutputs, adapters_off
+from splitppo.models.heads import adapters_off
 from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.sequence import sequence_of
 from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors
@@ -127,23 +126,25 @@ class Frozen:
         self,
         model: nn.Module,
         runner: Runner,
+        outputs: Outputs,
         *,
         offload: bool = False,
         shards: Offloaded | None = None,
     ):
         self.model = model
         self.runner = runner
+        self.outputs = outputs
         self.shards = shards or (HostShards(model, runner.device) if offload else Offloaded())
         self.release_memory()
 
-    def run(self, episodes: Sequence[Episode], outputs: Outputs, *, fields: int) -> Tensor:
+    def run(self, episodes: Sequence[Episode], *, fields: int) -> Tensor:
         """The first of the outputs (`Runner.forward`) of these rows, in their order, packed. All
         ranks of the group must call it. The model runs also the rows of the other ranks with which
         it shares layers."""
         peers = ranks_of(self.model).peers
         whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
         self.shards.fetch()
-        found = self.runner.forward(self.model, whole, outputs, fields=fields)
+        found = self.runner.forward(self.model, whole, self.outputs, fields=fields)
         return whole.select(found[0], [episode.row for episode in episodes])
 
     def release_memory(self) -> None:
@@ -152,23 +153,11 @@ class Frozen:
 
 
 class Reference(Frozen):
-    """The frozen model of the KL penalty; `outputs` are the policy's. It may be the policy with its
-    adapters off (lora.py)."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        runner: Runner,
-        outputs: PolicyOutputs,
-        *,
-        offload: bool = False,
-        shards: Offloaded | None = None,
-    ):
-        super().__init__(model, runner, offload=offload, shards=shards)
-        self.outputs = partial(outputs, entropy=False)
+    """The frozen model of the KL penalty; `outputs` are the policy's, without entropies. It may be
+    the policy with its adapters off (lora.py)."""
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
         without rows."""
         with adapters_off(self.model):
-            return self.run(rollout.episodes, self.outputs, fields=2)
+            return self.run(rollout.episodes, fields=2)

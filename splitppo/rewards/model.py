@@ -82,7 +82,7 @@ class RewardModel(Frozen):
     """The reward model. `text` turns rows into its token ids."""
 
     def __init__(self, model: nn.Module, runner: Runner, text: RewardText, *, offload: bool):
-        super().__init__(model, runner, offload=offload)
+        super().__init__(model, runner, self._outputs, offload=offload)
         self.text = text
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
@@ -100,9 +100,7 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        return self.run(texts, self._outputs, fields=1), torch.tensor(
-            [float(cut) for _, cut in encoded]
-        )
+        return self.run(texts, fields=1), torch.tensor([float(cut) for _, cut in encoded])
 
     def weighted(
         self, prompts: Sequence[Prompt], episodes: Sequence[Episode], config: RewardConfig

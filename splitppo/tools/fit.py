@@ -1,10 +1,7 @@
 """Which placements and settings fit a model on some GPUs, and a step's time: from the model's
 configuration alone."""
 
-from pathlib import Path
-
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import PretrainedConfig
 
 from splitppo.config.cli import parse
@@ -36,19 +33,7 @@ TRIED = ("--compute", "--reference", "--policy", "--value", "--engine", "--fsdp.
 def model_config(name: str) -> PretrainedConfig:
     """Of a folder or a hub name, of which config.json alone is fetched. Raises UserError if there
     is none, or of no model that can be trained."""
-    folder = name
-    if not Path(name).is_dir():
-        repository, _, revision = name.partition("@")
-        try:
-            folder = str(
-                Path(hf_hub_download(repository, "config.json", revision=revision or None)).parent
-            )
-        except hub.FAILURES as error:
-            raise UserError(
-                f"{name}: no such folder, and its config.json can't be fetched from the hub "
-                f"({type(error).__name__}); name a folder with a config.json"
-            ) from error
-    config = read_config(folder)
+    config = read_config(hub.find("MODEL", name, files=["config.json"])[1])
     check_type(config, "policy", name)
     return config
 

@@ -133,9 +133,8 @@ def draw_panel(
 def draw_calibration(ax: Axes, bins: Sequence[Any], missing: str) -> None:
     """Mean score against mean value, a dot for each range of the values; its area goes with the
     tokens in it."""
-    draw_panel(ax, "Calibration, last step", [], missing)
+    draw_panel(ax, "Calibration, last step", [], "" if bins else missing)
     if bins:
-        ax.texts[0].remove()
         values, scores, tokens = (
             [one[name] for one in bins] for name in ("value", "score", "tokens")
         )

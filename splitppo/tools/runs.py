@@ -118,17 +118,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 name,
                 colour,
                 series=curves(*columns),
-                settings=read_settings(folder) or {},
+                settings=read_if_there(folder / "config.toml", lambda s: flat(tomllib.loads(s)))
+                or {},
                 columns=columns,
                 given=read_if_there(folder / "given.json", json.loads),
             )
         )
     return runs
-
-
-def read_settings(run: Path) -> dict[str, str] | None:
-    """A run's settings (`flat`); None without config.toml."""
-    return read_if_there(run / "config.toml", lambda text: flat(tomllib.loads(text)))
 
 
 def flat(table: dict[str, Any]) -> dict[str, str]:

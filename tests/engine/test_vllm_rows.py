@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, row_seed
+from splitppo.engine import Ask, OpenPiece, row_seed
 from splitppo.engine.vllm.messages import Submit
-from splitppo.engine.vllm.rows import OpenRow, Rows, TokenBatch, params_of, piece_of
+from splitppo.engine.vllm.rows import Rows, TokenBatch, params_of, piece_of
 
 SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
 GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
@@ -169,4 +169,4 @@ def test_how_a_row_is_drawn():
 @pytest.mark.parametrize(("logprobs", "reason"), [([-1.0], "stop"), ([-1.0, -2.0], "abort")])
 def test_rows_that_ended_wrongly_are_refused_by_number(logprobs, reason):
     with pytest.raises(RuntimeError, match="row 4"):
-        piece_of(OpenRow(0, Ask(4, [1], 0, 2), [5, 6], logprobs), reason)
+        piece_of(OpenPiece(Ask(4, [1], 0, 2), [5, 6], logprobs), reason)

@@ -116,7 +116,7 @@ def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [0, 30, 60])
-def test_a_heap_finds_the_bins_that_a_scan_finds(room):
+def test_bins_are_those_of_a_plain_scan(room):
     """Each item, the dearest first, goes to the cheapest bin with room for it; of equal bins and
     items, the first."""
     for seed in range(50):

@@ -118,9 +118,10 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
         }
         parts.clear()
     model, runner = make(group, runtime.shards["actor"])
-    found["whole"], frozen, logs = on_device(model), Frozen(model, runner, offload=True), []
+    found["whole"], logs = on_device(model), []
+    frozen = Frozen(model, runner, outputs, offload=True)
     for _ in range(2):
-        logs.append(frozen.run(rows.episodes, outputs, fields=1))
+        logs.append(frozen.run(rows.episodes, fields=1))
         frozen.release_memory()
     found["frozen"] = (logs, on_device(model))
     return found

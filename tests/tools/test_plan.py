@@ -4,12 +4,14 @@ lengths and table."""
 import json
 import re
 import subprocess
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hub import Hub
 from runs import Torchrun
 from transformers import Qwen2Config
 
@@ -17,7 +19,7 @@ from splitppo import train
 from splitppo.__main__ import main
 from splitppo.errors import UserError
 from splitppo.models.build import count_parameters, read_config
-from splitppo.tools import bench, fit, plan
+from splitppo.tools import bench, plan
 from splitppo.tools.cost import (
     Split,
     Work,
@@ -478,22 +480,15 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
 
 
 def test_a_model_by_name_needs_its_configuration_alone(tmp_path, monkeypatch):
-    asked: list[Any] = []
-
-    def download(*args: Any, **named: Any) -> str:
-        asked.append((*args, named))
-        return str(shape(tmp_path, **SEVEN) / "config.json")
-
-    monkeypatch.setattr(fit, "hf_hub_download", download)
-    assert plan.plan(Path("acme/seven@main"), gpus=8, length=512)[0].startswith(
-        "acme/seven@main: 7,615,616,512"
-    )
-    assert asked == [("acme/seven", "config.json", {"revision": "main"})]
-    monkeypatch.undo()
-    with pytest.raises(
-        UserError, match=r"acme/none: no such folder, and its config\.json can't be fetched"
-    ):
-        plan.plan(Path("acme/none"), gpus=8, length=512)
+    given = shape(tmp_path, **SEVEN) / "config.json"
+    with closing(Hub()) as hub:
+        hub.use(monkeypatch, tmp_path / "cache")
+        hub.push("acme/seven", {"config.json": given.read_bytes(), "model.safetensors": b"large"})
+        lines = plan.plan(Path("acme/seven@main"), gpus=8, length=512)
+        assert lines[0].startswith("acme/seven@main: 7,615,616,512")
+        assert hub.gets() == {"config.json": 1}
+        with pytest.raises(UserError, match="MODEL=acme/none: no such folder, and no such model"):
+            plan.plan(Path("acme/none"), gpus=8, length=512)
 
 
 def test_the_time_of_a_step_follows_from_the_shape(tmp_path):

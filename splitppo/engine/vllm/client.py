@@ -83,7 +83,7 @@ class VLLMEngine(RolloutEngine):
         # a thread: while the engine sends rows, it reads nothing
         self._sender = ThreadPoolExecutor(1, "requests")
 
-        self._level = 0  # vLLM's sleep level now; 0: awake
+        self._asleep: list[str] = []  # the parts of vLLM's memory that are released
         # the socket; None before `connect`, after `close` and after a failure
         self._conn: Any = None
 
@@ -117,8 +117,9 @@ class VLLMEngine(RolloutEngine):
         if self.sleep == "off":
             return
         stay = self.sleep == "auto" and trained and self._fits()
-        self._level = self._ask(Sleep(0 if stay else 1 if self.sleep == "1" else 2))
-        self.loaded = self._level < 2
+        level = self._ask(Sleep(0 if stay else 1 if self.sleep == "1" else 2))
+        self._asleep = ["weights", "kv_cache"] if level else []
+        self.loaded = level < 2
 
     def close(self) -> None:
         self.loaded = False
@@ -215,11 +216,11 @@ class VLLMEngine(RolloutEngine):
     def _wake(self, *tags: str) -> None:
         """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's
         cache."""
-        if not self._level:
-            return
-        torch.cuda.empty_cache()
-        self._ask(Wake(tags))
-        self._level = 0 if "kv_cache" in tags else self._level
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if asleep:
+            torch.cuda.empty_cache()
+            self._ask(Wake(asleep))
+            self._asleep = [tag for tag in self._asleep if tag not in asleep]
 
     def _fits(self) -> bool:
         """Whether the trainer's peak fits the GPU beside CUDA and all that other processes hold

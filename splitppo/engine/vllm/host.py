@@ -161,7 +161,6 @@ class Host:
         self.steps = 0
         self.seconds = 0.0
         self.began: dict[int, tuple[int, float]] = {}  # both when a rank's first row began
-        self.asleep: set[str] = set()  # the parts of vLLM's memory that are released
         self.together = {
             Load: self._load,
             Verify: self._verify,
@@ -216,14 +215,12 @@ class Host:
         if level := max(sleep.level for sleep in asked):
             self._drain()
             self.llm.sleep(level)
-            self.asleep = {"weights", "kv_cache"}
         return level
 
     def _wake(self, asked: Sequence[Wake]) -> None:
-        """Wakes the parts that sleep, one by one: vLLM ignores a call that names an awake part."""
-        for tag in [tag for tag in asked[0].tags if tag in self.asleep]:
+        """Wakes parts that sleep, one by one."""
+        for tag in asked[0].tags:
             self.llm.wake_up([tag])
-            self.asleep.remove(tag)
 
     def _drain(self) -> None:
         """Runs vLLM's remaining steps of ended rows, then drops the prefix cache."""

@@ -57,9 +57,10 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Wake:
-    """The parts of vLLM's memory to wake: `weights`, `kv_cache`."""
+    """The parts of vLLM's memory to wake: `weights`, `kv_cache`. They are asleep: vLLM ignores a
+    call that names an awake part."""
 
-    tags: tuple[str, ...]
+    tags: Sequence[str]
 
 
 @dataclass(frozen=True)

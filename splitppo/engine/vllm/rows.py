@@ -3,27 +3,17 @@
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, Piece, row_seed
+from splitppo.engine import OpenPiece, Piece, row_seed
 from splitppo.engine.vllm.messages import Submit
 from splitppo.rollout import End
 
 # vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and
 # stop strings.
 ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
-
-
-@dataclass
-class OpenRow:
-    """A row that is being generated, and its new tokens."""
-
-    rank: int
-    ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ class Rows:
     def __init__(self, llm: Any, eos: Sequence[int]):
         self.llm = llm
         self.eos = list(eos)
-        self.open: dict[str, OpenRow] = {}  # by request id
+        self.open: dict[str, OpenPiece] = {}  # by request id
         self._text = False  # whether stop strings may end these rows
 
     def add(self, rank: int, submitted: Submit) -> None:
@@ -66,7 +56,7 @@ class Rows:
             core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
             if not self._text:  # in the front end only
                 self.llm.output_processor.abort_requests([core_name], internal=True)
-            self.open[name if self._text else core_name] = OpenRow(rank, ask)
+            self.open[name if self._text else core_name] = OpenPiece(ask, rank=rank)
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
@@ -85,7 +75,7 @@ class Rows:
         """The ranks that have open rows."""
         return {row.rank for row in self.open.values()}
 
-    def _ended(self) -> list[tuple[OpenRow, str]]:
+    def _ended(self) -> list[tuple[OpenPiece, str]]:
         ended = []
         rows = self.open
         for output in self.llm.engine_core.get_output().outputs:
@@ -103,7 +93,7 @@ class Rows:
                     ended.append((rows.pop(output.request_id), str(output.finish_reason)))
         return ended
 
-    def _ended_by_text(self) -> list[tuple[OpenRow, str]]:
+    def _ended_by_text(self) -> list[tuple[OpenPiece, str]]:
         ended = []
         for output in self.llm.step():
             if output.finished and (row := self.open.pop(output.request_id, None)):
@@ -140,7 +130,7 @@ def params_of(
     )
 
 
-def piece_of(row: OpenRow, reason: str) -> Piece:
+def piece_of(row: OpenPiece, reason: str) -> Piece:
     """What was drawn for a row. Raises RuntimeError if vLLM ended it in another way than `ENDS_BY`
     knows."""
     number = row.ask.row

@@ -60,24 +60,11 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 @functools.cache
 def gaps(numbers: int, boxes: tuple[Box, ...]) -> list[tuple[int, int]]:
     """The ranges (first, end) of a tensor of `numbers` numbers that no box covers."""
-    spread = []
-    unit = numbers
-    for shape, strides, offset in boxes:
-        axes = sorted(
-            (stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1
-        )
-        run = 1
-        while axes and axes[0][0] == run:
-            run *= axes.pop(0)[1]
-        spread.append((axes, run, offset))
-        unit = math.gcd(unit, run, offset, *(stride for stride, _ in axes))
-    covered = torch.ones(numbers // unit + 2, dtype=torch.int8)  # with a border at each end
+    covered = torch.ones(numbers + 2, dtype=torch.int8)  # with a border at each end
     covered[1:-1] = 0
-    for axes, run, offset in spread:
-        sizes = [size for _, size in axes]
-        strides = [stride // unit for stride, _ in axes]
-        covered.as_strided([*sizes, run // unit], [*strides, 1], offset // unit + 1).fill_(1)
-    edges = (covered.diff().nonzero()[:, 0] * unit).tolist()
+    for shape, strides, offset in boxes:
+        covered.as_strided(shape, strides, offset + 1).fill_(1)
+    edges = covered.diff().nonzero()[:, 0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
