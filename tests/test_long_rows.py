@@ -1,6 +1,10 @@
 """Rows of thousands of tokens: memory grows with the tokens of a micro-batch, however long its
 longest row is, and with the part of them that a rank has."""
 
+import ctypes
+import json
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +12,11 @@ import torch
 from episodes import episode
 from peaks import counted
 from ranks import run_ranks
+from runs import records
 from torch import nn
+from transformers import LlamaForCausalLM
 
-from splitppo import algo
+from splitppo import algo, train
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
@@ -19,7 +25,7 @@ from splitppo.models.build import build
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
-from splitppo.models.tiny import model_config
+from splitppo.models.tiny import build_tokenizer, model_config
 from splitppo.models.weights import fill
 from splitppo.placement import Role, SetShape, place
 from splitppo.rollout import Rollout
@@ -28,6 +34,10 @@ CPU = torch.device("cpu")
 LONG, SHORT, MANY = 16_000, 100, 500
 BUDGET = LONG + MANY * SHORT
 OUTPUTS = PolicyOutputs(1.0, 80)
+# of the runs with a limit: so many layers that what one of them computes with is little beside what
+# all keep
+ROW, LAYERS, INNER = 3000, 8, 1024
+M_MMAP_THRESHOLD = -3  # of mallopt
 
 
 def rollout_of(*lengths: int) -> Rollout:
@@ -94,3 +104,58 @@ def test_a_row_too_long_for_one_rank_trains_on_two():
     ((alone, cut), (_, other)) = run_ranks(2, cut_rank)
     assert max(cut[0], other[0]) < 0.65 * alone[0]
     assert cut[1] == other[1] == alone[1], "a rank's FLOPs are half of the row's either way"
+
+
+def limited_rank(rank: int, argv: list[str], allowed: int) -> int:
+    """A run whose updates may have so many bytes more than the rank had before the first one."""
+    # what is freed goes back to the system: else the limit would count it
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    update = Learner.update
+
+    def limited(self: Learner, *args: Any, **kwargs: Any) -> Any:
+        had = Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
+        resource.setrlimit(resource.RLIMIT_DATA, ((int(had) << 10) + allowed, -1))
+        try:
+            return update(self, *args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+
+    Learner.update = limited
+    return train.main(argv)
+
+
+def test_a_run_whose_rows_do_not_fit_one_rank_trains_where_they_are_cut(tmp_path, capfd):
+    """Two ranks, a row for each. Of a whole row the gated products alone take all that is allowed;
+    of half of it all activations and all else take about three quarters."""
+    config = model_config()
+    config.update({"intermediate_size": INNER, "num_hidden_layers": LAYERS})
+    config.update({"max_position_embeddings": ROW + 100})
+    tokenizer = build_tokenizer()
+    tokenizer.model_max_length = ROW + 100
+    for part in (LlamaForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    rows = [
+        {"prompt": "7" * (ROW - 1) + str(i), "reward_model": {"ground_truth": str(i)}}
+        for i in range(2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [
+        *(f"--policy.path={tmp_path / 'model'}", f"--data.files={tmp_path / 'rows.jsonl'}"),
+        *("--rollout.batch-size=2", f"--rollout.max-prompt-tokens={ROW}", "--ppo.baseline=batch"),
+        *("--rollout.max-new-tokens=4", "--placement.mode=colocated", "--compute.device=cpu"),
+        *("--ppo.mini-batches=1", "--ppo.entropy-coef=0.01", "--compute.packing=on", "--steps=1"),
+        *(f"--compute.micro-batch-tokens={ROW // 2 + 100}", "--reward.function=exact_match"),
+        *("--log.validate-every=0", "--checkpoint.no-last"),
+    ]
+    # a layer keeps what the gate says, its activation, what it lets through, and their product
+    allowed = ROW * LAYERS * 4 * INNER * 4
+
+    def run(sequence: int) -> tuple[list[int], str]:
+        flags = [f"--fsdp.sequence-parallel={sequence}", f"--run-dir={tmp_path / str(sequence)}"]
+        return run_ranks(2, limited_rank, [*argv, *flags], allowed), capfd.readouterr().err
+
+    statuses, said = run(1)
+    assert statuses == [1, 1]
+    assert "can't allocate memory" in said
+    assert run(2)[0] == [0, 0]
+    assert records(tmp_path / "2", "actor")[0]["actor/grad_norm"] > 0
