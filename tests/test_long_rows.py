@@ -17,7 +17,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from splitppo import algo, train
-from splitppo.config import OptimConfig, PlacementConfig
+from splitppo.config import Config, EnvConfig, OptimConfig, PlacementConfig
+from splitppo.context import RECORDED_TOKENS, Context
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
@@ -28,7 +29,8 @@ from splitppo.models.sharding import parallelize
 from splitppo.models.tiny import build_tokenizer, model_config
 from splitppo.models.weights import fill
 from splitppo.placement import Role, SetShape, place
-from splitppo.rollout import Rollout
+from splitppo.rollout import Prompt, Rollout
+from splitppo.run.files import shown
 
 CPU = torch.device("cpu")
 LONG, SHORT, MANY = 16_000, 100, 500
@@ -159,3 +161,22 @@ def test_a_run_whose_rows_do_not_fit_one_rank_trains_where_they_are_cut(tmp_path
     assert "can't allocate memory" in said
     assert run(2)[0] == [0, 0]
     assert records(tmp_path / "2", "actor")[0]["actor/grad_norm"] > 0
+
+
+def test_figures_of_a_long_rows_first_tokens_are_written_and_the_others_counted():
+    length = RECORDED_TOKENS + 1000
+    turns = [True] * (length - 10) + [False] * 5 + [True] * 5
+    row = episode(0, [5], [7] * length, [-1.0] * (length - 5), mask=turns)
+    config = Config(env=EnvConfig(path="env.py:Env"))
+    context = Context(config, lambda _: Prompt("", [5], "", "", {}), (), lambda ids: "7" * len(ids),
+                      10, lambda ids: [{"role": "user", "content": "7" * len(ids)}])  # fmt: skip
+    tokens = {"text": ["7"] * length, "value": [*range(length)]}
+    found = context.record(1, context.prompt(0), row, 1.0, tokens)
+    assert found["tokens"] == {name: line[:RECORDED_TOKENS] for name, line in tokens.items()}
+    assert found["tokens_left_out"] == 1000
+    assert len(found["response"]) == length
+    # a turn's value is there all the same
+    assert [turn["value"] for turn in found["turns"] if "value" in turn] == [0, length - 5]
+    assert {"tokens", "tokens_left_out"}.isdisjoint(shown(found))
+    whole = context.record(1, context.prompt(0), row, 1.0, {"text": ["7"] * RECORDED_TOKENS})
+    assert "tokens_left_out" not in whole
