@@ -3,10 +3,12 @@ longest row is, and with the part of them that a rank has."""
 
 import ctypes
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
+import long_rows
 import pytest
 import torch
 from episodes import episode
@@ -180,3 +182,30 @@ def test_figures_of_a_long_rows_first_tokens_are_written_and_the_others_counted(
     assert {"tokens", "tokens_left_out"}.isdisjoint(shown(found))
     whole = context.record(1, context.prompt(0), row, 1.0, {"text": ["7"] * RECORDED_TOKENS})
     assert "tokens_left_out" not in whole
+
+
+def test_the_script_for_gpus_goes_on_after_each_case_in_the_order_of_worth(monkeypatch, capsys):
+    """tests/gpu/long_rows.py with jobs that end at once: a GPU of 80 GiB holds 20, and 1 for each
+    1,024 tokens; of cut rows half of that. FSDP alone does not fit."""
+    asked = []
+
+    def start(options: Any, shape: str, case: str, tokens: int, patience: float) -> Any:
+        asked.append((shape, case, tokens))
+        peak = 20 + tokens / 1024 * {"fsdp": 2, "sequence": 0.5, "tensor": 0.75}[case]
+        if peak > 80 or tokens == 73728:  # fragments
+            return long_rows.TOO_LONG
+        return {"log-probs": 1.0, "update": 1.0, "peak": peak, "held": 20.0, "total": 80.0}
+
+    monkeypatch.setattr(long_rows, "start", start)
+    monkeypatch.setattr("sys.argv", ["long_rows.py", "--shapes", "1.5B", "7B"])
+    long_rows.main()
+    first = [("fsdp", 32768), ("sequence", 32768), ("tensor", 32768)]
+    grown = [("sequence", 112640), ("tensor", 73728), ("tensor", 53248)]
+    assert asked == [(shape, *case) for shape in ("1.5B", "7B") for case in first + grown]
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2 + len(asked) + 1
+    assert re.search(r"^1\.5B  fsdp +32768 out of memory$", said, re.M)
+    monkeypatch.setattr("sys.argv", ["long_rows.py", "--limit", "30"])
+    long_rows.main()
+    assert capsys.readouterr().out.count("left out: no time left") == 6
+    assert len(asked) == 12
