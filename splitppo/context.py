@@ -14,6 +14,8 @@ from splitppo.rollout import Episode, Messages, Prompt, Rollout, dialogue
 
 # figures of how the work was cut; they depend on the placement
 WORK = ("padding", "imbalance", "update_tflop")
+# the first of a recorded row's, which have figures of their own: of 128k tokens they take 4 MB
+RECORDED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Context:
         tokens: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, Any]:
         """A scored row as it is written to the run's folder. Its `question`: of a chat, what the
-        user said last. `tokens`: of `token_figures`. With environments `turns` are the dialogue's
-        messages; the policy's have the `reward` of their turn and, if there are values, the `value`
-        of its first token."""
+        user said last. `tokens`: of `token_figures`, of which the first are written. With
+        environments `turns` are the dialogue's messages; the policy's have the `reward` of their
+        turn and, if there are values, the `value` of its first token."""
         asked = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
         found = {
             "step": step,
@@ -88,7 +90,12 @@ class Context:
                 message["reward"] = round(float(part.sum()), 6)
                 if values:
                     message["value"] = values[end - span]
-        return found | ({"tokens": tokens} if tokens else {})
+        if tokens:
+            found["tokens"] = {name: line[:RECORDED_TOKENS] for name, line in tokens.items()}
+            more = max(map(len, tokens.values())) - RECORDED_TOKENS
+            if more > 0:
+                found["tokens_left_out"] = more
+        return found
 
     def value_model(self, row: int) -> int:
         """The model of the ensemble that is trained on a row. The models take a prompt's responses

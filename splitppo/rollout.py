@@ -103,7 +103,7 @@ class Episode:
         """(version, tokens) of each segment that was sampled."""
         return tuple((s.version, len(s.ids)) for s in self.segments if s.logprobs is not None)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """The number of response tokens."""
         return sum(tokens for _, tokens in self.stretches)
@@ -130,7 +130,7 @@ class Episode:
         """Of an open row between two steps, whether its last turn waits for its answer."""
         return bool(self.segments) and self.segments[-1].logprobs is None
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The number of all tokens: prompt, response tokens, observations."""
         return len(self.prompt) + sum(len(segment.ids) for segment in self.segments)

@@ -309,7 +309,7 @@ class _Decoding:
         tokens = min(self.sampler.left(row), self._budget(row))
         return Ask(
             row.row,
-            [*row.prompt, *row.response],
+            row.prompt + row.response,
             row.tokens,
             tokens,
             free=self.sampler.length(row.row) is None,

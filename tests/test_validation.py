@@ -45,7 +45,7 @@ class FakeEngine:
 
     def submit(self, asks):
         self.waiting = list(asks)
-        self.calls.append(({ask.row: ask.ids for ask in asks}, self.sampling, self.seed))
+        self.calls.append(({ask.row: [*ask.ids] for ask in asks}, self.sampling, self.seed))
 
     def poll(self):
         self.polled += 1

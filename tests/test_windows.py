@@ -315,7 +315,7 @@ def test_every_rank_knows_the_rows_that_go_on():
     ended, asked = drawn(goes_on, 2, [2, 1, 0])
     # those with the fewest tokens come first; a slot that has ended a row asks for the next one at
     # once
-    assert [(ask.row, ask.ids, ask.begun, ask.tokens, ask.free) for ask in asked] == [
+    assert [(ask.row, [*ask.ids], ask.begun, ask.tokens, ask.free) for ask in asked] == [
         (4, [4, 4], 0, 2, False),
         (3, [3, 3, 0, 1, 2], 3, 5, False),
         (2, [2, 2, 0, 1, 2, 3, 4], 5, 4, False),

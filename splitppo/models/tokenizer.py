@@ -15,6 +15,7 @@ from splitppo.rollout import Rollout
 TEMPLATE = "the chat template"
 # without one of these files, transformers returns an empty tokenizer and no error
 FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+LONGEST_CHARACTER = 8  # tokens; one of UTF-8 has four bytes at most
 
 
 def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
@@ -100,9 +101,11 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
     for k in range(1, len(ids) + 1):
         before = decode(list(ids[start:known]))
         now = decode(list(ids[start:k]))
-        grown = 0 if now.endswith("\ufffd") else len(now) - len(before)
+        # many bytes that are no character, or many tokens that are left out
+        stuck = k - known >= LONGEST_CHARACTER
+        grown = 0 if now.endswith("\ufffd") and not stuck else len(now) - len(before)
         ends.append(min(ends[-1] + max(grown, 0), len(whole)))
-        start, known = (known, k) if grown > 0 else (start, known)
+        start, known = (known, k) if grown > 0 or stuck else (start, known)
     ends[-1] = len(whole)
     return [whole[a:b] for a, b in pairwise(ends)]
 

@@ -95,15 +95,16 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
     """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be
     writing it, or was killed while it wrote it. Another line that can't be parsed is a
     UserError."""
-    # not splitlines(): a text may hold Unicode's line separators
-    *whole, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(whole, 1):
-        yield parse(line, f"{path}:{number}")
-    if torn:
-        try:
-            yield parse(torn, f"{path}:{len(whole) + 1}")
-        except UserError:
-            print(f"note: {path}:{len(whole) + 1} is torn and was skipped", file=sys.stderr)
+    # line by line: who wants the first rows of many long ones does not wait for all
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                yield parse(line.removesuffix("\n"), where)
+            except UserError:
+                if line.endswith("\n"):
+                    raise
+                print(f"note: {where} is torn and was skipped", file=sys.stderr)
 
 
 @dataclass
@@ -128,7 +129,7 @@ class Tail:
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a row: the question in place of the rendered prompt, and neither
     figures of single tokens nor messages of single turns."""
-    hidden = ["tokens", "turns", *["prompt"] * ("question" in row)]
+    hidden = ["tokens", "tokens_left_out", "turns", *["prompt"] * ("question" in row)]
     return {name: value for name, value in row.items() if name not in hidden}
 
 

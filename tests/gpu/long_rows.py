@@ -1,11 +1,13 @@
 """Rows of 32k tokens and more on two GPUs: FSDP alone, rows cut over both, layers cut over both.
 
-    PYTHONPATH=. python tests/gpu/long_rows.py [--shape 1.5B] [--checkpointing]
+    PYTHONPATH=. python tests/gpu/long_rows.py [--shapes 1.5B 7B] [--checkpointing]
 
 Weights are drawn from the seed, by shape; nothing is read or fetched. Each case is a job of two
-ranks: the policy's log-probs and updates of two rows. A line says tokens a second of both, and the
-most memory that PyTorch allocated. Rows grow by half until memory runs out, which is the result:
-the last line that ran is what fits. Cases that would begin after --limit seconds are left out.
+ranks: the policy's log-probs and updates of two rows. A line, as soon as the case has ended, says
+tokens a second of both, and the most memory that PyTorch allocated. First all cases run at
+--tokens. Then, for each, the longest row that should fit by what it took; if that is too long, one
+halfway. 7B runs with recomputed layers: without, no such row fits. All ends within --limit seconds:
+what is left out has a line, too.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -59,8 +62,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 SETS = {"fsdp": SetShape(), "sequence": SetShape(sequence=2), "tensor": SetShape(tensor=2)}
 FIRST = 32768
 MOST = 8 * FIRST
+UNIT = 2048  # rows have a multiple of so many tokens
+FILLED = 0.94  # of a GPU's memory, at the peak of the longest row
 REPEATS = 2
-PATIENCE = 240  # seconds that a case may take
+PATIENCE = 180  # seconds that a case may take
+LEAST = 40  # seconds without which none begins
+TOO_LONG = "out of memory"
 
 
 def objective(
@@ -81,7 +88,8 @@ def run_case(options: argparse.Namespace) -> None:
     shape = SETS[options.case]
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
     runtime = Runtime(launch, placement, device, 200.0, set_shapes={"actor": [shape]})
-    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=MOST)
+    torch.manual_seed(1)  # the ranks of a set have the same rows
+    config = Qwen2Config(**SHAPES[options.shapes[0]], max_position_embeddings=MOST)
     model = build(config, "policy", packed=True)
     parallelize(
         model,
@@ -119,76 +127,117 @@ def run_case(options: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             runtime.barrier(f"{name} {repeat}")
         found[name] = 2 * options.tokens * REPEATS / (time.monotonic() - began)
-    found["peak"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    if on_gpu:
+        found["peak"] = torch.cuda.max_memory_allocated() / 2**30
+        found["held"] = torch.cuda.memory_allocated() / 2**30
+        found["total"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     if launch.rank == 0:
         print("RESULT " + json.dumps(found), flush=True)
     sys.stdout.flush()
     os._exit(0)
 
 
-def start(options: argparse.Namespace, case: str, tokens: int) -> dict[str, float] | str:
+def start(
+    options: argparse.Namespace, shape: str, case: str, tokens: int, patience: float
+) -> dict[str, float] | str:
     """Runs this file again in two processes. Returns what the case found, or why it failed."""
+    recomputed = options.checkpointing or shape == "7B"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *(__file__, "--case", case, "--tokens", str(tokens), "--shape", options.shape),
-        *("--device", options.device, *["--checkpointing"] * options.checkpointing),
+        *(__file__, "--case", case, "--tokens", str(tokens), "--shapes", shape),
+        *("--device", options.device, *["--checkpointing"] * recomputed),
     ]
     environ = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "OMP_NUM_THREADS": "4",
         "PYTHONPATH": str(ROOT),
     }
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | environ, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = running.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)  # torchrun's ranks, too
-        return f"took more than {PATIENCE} s"
-    if "OutOfMemoryError" in said or "out of memory" in said:
-        return "out of memory"
+    # a file: what a case that is killed has said is not lost
+    with tempfile.TemporaryFile("w+") as out:
+        running = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | environ, start_new_session=True,
+        )  # fmt: skip
+        late = ""
+        try:
+            running.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # torchrun's ranks, too
+            running.wait()
+            late = f"took more than {patience:.0f} s; "
+        out.seek(0)
+        said = out.read()
+    if any(words in said for words in ("OutOfMemoryError", "out of memory", "allocate memory")):
+        return TOO_LONG
     found = [line for line in said.splitlines() if line.startswith("RESULT ")]
-    return json.loads(found[0][7:]) if found else "failed:\n" + said[-3000:]
+    return json.loads(found[0][7:]) if found else f"{late}failed:\n{said[-2000:]}"
+
+
+def longest(found: dict[str, float], tokens: int) -> int:
+    """Tokens of the row that should fill a GPU, given what one of `tokens` took: all but what is
+    held between two steps grows with it. 0: no GPU."""
+    if "peak" not in found:
+        return 0
+    room = (FILLED * found["total"] - found["held"]) / (found["peak"] - found["held"])
+    return min(int(tokens * room) // UNIT * UNIT, MOST)
+
+
+class Cases:
+    """Runs cases, and prints a line for each, until the time is over."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.began = time.monotonic()
+
+    def run(self, shape: str, case: str, tokens: int) -> dict[str, float] | str:
+        """What `start` returns; "" if there was no time."""
+        left = self.options.limit - (time.monotonic() - self.began)
+        head = f"{shape:5} {case:9} {tokens:7}"
+        if left < LEAST:
+            print(f"{head} left out: no time left", flush=True)
+            return ""
+        found = start(self.options, shape, case, tokens, min(PATIENCE, left))
+        if isinstance(found, str):
+            print(f"{head} {found}", flush=True)
+        else:
+            rates = f"{found['log-probs']:10.0f} {found['update']:8.0f}"
+            print(f"{head} {rates}  {found.get('peak', 0.0):.1f}", flush=True)
+        return found
+
+    def grow(self, shape: str, case: str, tokens: int, found: dict[str, float]) -> None:
+        """The longest row of a case of which one of `tokens` has run."""
+        tried = longest(found, tokens)
+        if tried < 1.1 * tokens:
+            return
+        if self.run(shape, case, tried) == TOO_LONG:
+            self.run(shape, case, (tokens + tried) // 2 // UNIT * UNIT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="1.5B", choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["1.5B", "7B"], choices=list(SHAPES))
     parser.add_argument("--only", nargs="*", default=list(SETS), choices=list(SETS))
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--tokens", type=int, default=FIRST, help="of the shortest rows")
-    parser.add_argument("--limit", type=float, default=540.0)
+    parser.add_argument("--tokens", type=int, default=FIRST, help="of the first rows")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds, for all of it")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         run_case(options)
-    began = time.monotonic()
-    how = "recomputed layers" if options.checkpointing else "no recomputation"
-    print(f"{options.shape}, two rows, {how}; torch {torch.__version__}", flush=True)
-    print(f"{'case':10} {'tokens':>7} {'log-probs':>10} {'update':>8}  tokens/s; peak GiB")
-    tokens = options.tokens
-    growing = list(options.only)
-    # all cases at one length before the next: what time leaves out is the longest
-    while growing and tokens <= MOST:
-        for case in list(growing):
-            if time.monotonic() - began > options.limit:
-                print(f"{case:10} {tokens:7} left out: no time left", flush=True)
-                growing.remove(case)
-                continue
-            found = start(options, case, tokens)
-            if isinstance(found, str):
-                growing.remove(case)
-                print(f"{case:10} {tokens:7} {found}", flush=True)
-            else:
-                rates = f"{found['log-probs']:10.0f} {found['update']:8.0f}"
-                print(f"{case:10} {tokens:7} {rates}  {found['peak']:.1f}", flush=True)
-        tokens += tokens // 2
-    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    cases = Cases(options)
+    print(f"two rows; torch {torch.__version__}", flush=True)
+    print(f"{'case':15} {'tokens':>7} {'log-probs':>10} {'update':>8}  tokens/s; peak GiB")
+    for shape in options.shapes:
+        ran = {case: cases.run(shape, case, options.tokens) for case in options.only}
+        # cut rows first: theirs is the question
+        for case in sorted(ran, key=lambda case: case != "sequence"):
+            found = ran[case]
+            if isinstance(found, dict):
+                cases.grow(shape, case, options.tokens, found)
+    print(f"{time.monotonic() - cases.began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -128,3 +128,20 @@ def test_the_work_grows_with_the_length_of_the_text():
 
     assert len(token_texts(decode, [0, 1] * 500)) == 1000
     assert sum(decoded) < 10_000
+
+
+@pytest.mark.parametrize("tail", ["a byte that is no character", "what is left out"])
+def test_it_grows_no_faster_where_no_text_comes(tail: str):
+    tokenizer, decoded = bytes_tokenizer(), []
+    head = tokenizer("é").input_ids
+    repeated = head[1:] if tail == "a byte that is no character" else tokenizer("<eos>").input_ids
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    ids = [*head, *repeated * 500, *tokenizer("1").input_ids]
+    pieces = token_texts(decode, ids)
+    assert sum(decoded) < 20_000
+    assert pieces[-1].endswith("1")
+    assert "".join(pieces) == decode(ids)

@@ -1,5 +1,7 @@
 """Reading JSON lines: torn and wrong lines, and the records of older versions."""
 
+import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,13 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):
             list(read_lines(path))
+
+
+def test_the_first_rows_of_a_file_take_no_memory_for_the_others(tmp_path: Path):
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text((json.dumps({"response": "a" * 100_000}) + "\n") * 20)
+    tracemalloc.start()
+    next(read_lines(path))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1_000_000
