@@ -151,7 +151,7 @@ def test_what_was_thought_stays_with_keep():
         (LLAMA, [], '"name": "multiply"'),
         (CHATML, [], "<|im_start|>system\nSAID<|im_end|>\n<|im_start|>user\nasked<|im_end|>"),
         (CHATML, [{"role": "system", "content": "Be"}], "system\nBe\n\nSAID<|im_end|>"),
-        (GEMMA, [], "user\nSAID\n\nasked<end_of_turn>"),
+        (GEMMA, [], "user\nasked\n\nSAID<end_of_turn>"),
     ],
 )
 def test_tools_in_the_prompt(template: str, before: list[dict[str, str]], text: str):
