@@ -6,7 +6,6 @@ has found out, so a row's turns add up to 1 when one number is left. A row's `ex
 other `numbers` and `turns`. Ten numbers: each is one token of the embedded model.
 """
 
-import functools
 import math
 import random
 import re
@@ -57,24 +56,3 @@ class Guess:
 
     def close(self) -> None:
         pass
-
-
-def best_score(numbers: int = NUMBERS, turns: int = TURNS) -> float:
-    """The mean score of the best player: over all numbers, the largest expected share of the bits
-    that `turns` guesses find out."""
-    return _best_bits(numbers, turns) / math.log2(numbers)
-
-
-@functools.cache
-def _best_bits(left: int, turns: int) -> float:
-    """The most bits that a player expects to find out of `left` numbers that are equally likely."""
-    if left <= 1 or turns == 0:
-        return 0.0
-    return max(
-        sum(
-            size / left * (math.log2(left / size) + _best_bits(size, turns - 1))
-            for size in (below, 1, left - 1 - below)
-            if size
-        )
-        for below in range(left)
-    )

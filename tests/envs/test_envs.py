@@ -1,7 +1,9 @@
 """The protocol of environments, tools and their calls, and what is built in."""
 
 import asyncio
+import functools
 import json
+import math
 import random
 import re
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 
 from splitppo.config import EnvConfig
 from splitppo.envs import Call, Message, Turn, read_turn
-from splitppo.envs.guess import Guess, best_score
+from splitppo.envs.guess import NUMBERS, TURNS, Guess
 from splitppo.envs.pool import load
 from splitppo.envs.tools import (
     ToolEnv,
@@ -319,6 +321,21 @@ def score(turns: list[Turn]) -> float:
     return sum(turn.reward for turn in turns)
 
 
+@functools.cache
+def best_bits(left: int, turns: int) -> float:
+    """The most bits that a player expects to find out of `left` numbers that are equally likely."""
+    if left <= 1 or turns == 0:
+        return 0.0
+    return max(
+        sum(
+            size / left * (math.log2(left / size) + best_bits(size, turns - 1))
+            for size in (below, 1, left - 1 - below)
+            if size
+        )
+        for below in range(left)
+    )
+
+
 def test_guess():
     def middle(left: range) -> str:
         return f"I say {left[len(left) // 2]}."
@@ -327,7 +344,7 @@ def test_guess():
     assert all(score(turns) == pytest.approx(1.0) for turns in games)
     assert max(len(turns) for turns in games) == 3
     assert {turns[0].messages[0].content for turns in games} == {"higher\n", "lower\n", "yes\n"}
-    assert best_score() == pytest.approx(1.0)
+    assert best_bits(NUMBERS, TURNS) == pytest.approx(math.log2(NUMBERS))
     # the seed decides, nothing else
     assert play(5, middle) == play(5, middle)
     assert len({Guess({}, seed).number for seed in range(300)}) == 10
@@ -347,7 +364,7 @@ def test_the_best_score_of_guess(turns: int):
         games = [play(seed, guesses, numbers=7, turns=turns) for seed in seeds.values()]
         return sum(map(score, games)) / 7
 
-    best = best_score(7, turns)
+    best = best_bits(7, turns) / math.log2(7)
     assert mean(lambda left: str(left[len(left) // 2])) == pytest.approx(best)
     draw = random.Random(0)
     for _ in range(50):

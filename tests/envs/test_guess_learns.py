@@ -7,8 +7,6 @@ import pytest
 from ranks import run_ranks
 from runs import main_rank, records
 
-from splitppo.envs.guess import best_score
-
 
 def held_out(run: Path) -> list[float]:
     return [line["val/score/mean"] for line in records(run, "actor") if "val/score/mean" in line]
@@ -28,8 +26,8 @@ def test_the_first_steps(tmp_path: Path):
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(3))
 def test_the_whole_run(tmp_path: Path, seed: int):
-    """From nothing to four fifths of the best score, with the defaults."""
+    """From nothing to four fifths of the best score, 1, with the defaults."""
     run_ranks(2, main_rank, ["--data.task=guess", f"--run-dir={tmp_path}", f"--seed={seed}"])
     scores = held_out(tmp_path)
     assert scores[0] < 0.05
-    assert scores[-1] > 0.8 * best_score()
+    assert scores[-1] > 0.8
