@@ -886,7 +886,7 @@ DATA = [
         ],
         [
             "rollout.max_prompt_tokens=5",
-            "good.jsonl row 2 has a prompt of 9 tokens",
+            "good.jsonl row 2 (9 tokens)",
             "set --rollout.max_prompt_tokens 9",
         ],
     ),
@@ -929,9 +929,8 @@ DATA = [
             "--rollout.max-prompt-tokens=3",
         ],
         [
-            "data.overlong=filter: all 2 rows of data.files have prompts over "
-            "rollout.max_prompt_tokens=3; the",
-            "shortest has 4 tokens: raise the limit, or set --data.overlong cut",
+            "data.overlong=filter: 2 of 2 rows of data.files have prompts over "
+            "rollout.max_prompt_tokens=3; the first is {d}/good.jsonl row 1 (4 tokens)"
         ],
     ),
     (
