@@ -232,10 +232,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
 
 def _ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
-    ids, bare = (
-        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    return ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
+    return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
 
 
 def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str, Any]] | None:
