@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from splitppo.envs import Call, Message, Turn
+from splitppo.envs import NO_ID, Call, Message, Turn
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
 from splitppo.workers import awaited, find_in_file, is_async
@@ -163,7 +163,7 @@ def _call(value: Any) -> Call:
         given = value.get("function", value)
         arguments = given.get("arguments", given.get("parameters", {}))
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return Call(str(given["name"]), {**found}, str(value.get("id") or ""))
+        return Call(str(given["name"]), {**found}, str(value.get("id") or NO_ID))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return Call("", error='a call is {"name": "...", "arguments": {...}} in JSON')
 
@@ -190,7 +190,7 @@ class ToolEnv:
         self.format_reward -= reward
         return Turn(
             [
-                Message("tool", text, name=call.name, call_id=call.id)
+                Message("tool", text, name=call.name, tool_call_id=call.id)
                 for call, text in zip(calls, answers, strict=True)
             ],
             reward,

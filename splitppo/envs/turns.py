@@ -143,7 +143,7 @@ class Turns:
         parts = [self._render(dialogue)]  # of the prompt and each message behind it
         for number in (1, 2):
             said = f"<think>\nthought {number}\n</think>\n\nsaid {number}"
-            answer = Message(role, f"answer {number}", name="tool", call_id=f"{number:09d}")
+            answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
             dialogue += [{"role": "assistant", "content": said}, *self._answers([answer])]
             parts += [self._lead + said, self._tail([answer])]
         kept = "".join(parts)
@@ -225,8 +225,5 @@ def _plain(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     """A message as a template reads it."""
     if not isinstance(message, Message):
         return dict(message)
-    found = {"role": message.role, "content": message.content}
-    if message.role == "tool":
-        # some templates refuse other ids than nine letters or digits
-        found |= {"name": message.name, "tool_call_id": message.call_id or "0" * 9}
-    return found
+    # without what is empty: templates ask whether it is there
+    return {name: part for name, part in vars(message).items() if part or name == "content"}

@@ -260,7 +260,7 @@ def test_an_async_tool_makes_an_async_environment(file: Path):
     turn = step(env, "", Call("wait", {"text": "x"}, id="one"), Call("thread"))
     # a plain function must not hold up the other rows of the process
     assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
-    assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", call_id="one")
+    assert turn.messages[0] == Message("tool", '{"waited": "x"}', name="wait", tool_call_id="one")
     for tools, asynchronous in ((("thread",), False), (("thread", "wait"), True)):
         names = tuple(f"{file}:{name}" for name in tools)
         assert load(EnvConfig(tools=names))[1] is asynchronous
