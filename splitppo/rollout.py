@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, groupby, zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -153,13 +153,8 @@ class Episode:
     @property
     def places(self) -> Tensor:
         """Where in `response` the response tokens stand; `[T_i]` int64."""
-        ends = accumulate(len(segment.ids) for segment in self.segments)
-        parts = (
-            torch.arange(end - len(segment.ids), end)
-            for segment, end in zip(self.segments, ends, strict=True)
-            if segment.logprobs is not None
-        )
-        return torch.cat([torch.arange(0), *parts])
+        sampled = [torch.full((len(s.ids),), s.logprobs is not None) for s in self.segments]
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *sampled]).nonzero().flatten()
 
 
 def dialogue(

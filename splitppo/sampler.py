@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -180,13 +179,14 @@ class Sampler:
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
-        rows = [self._stored(entry) for entry in state]
-        longest = max((row.tokens for row, _ in rows), default=0)
-        for row, asked in rows:
-            if row.segments and asked not in ([], [self._asked(row)]):
+        packed = [b64decode(row) for _, row, _ in state]
+        rows = unpack_rows(tensor_of(packed, torch.int32))
+        longest = max((row.tokens for row in rows), default=0)
+        for row, (*_, asked) in zip(rows, state, strict=True):
+            if row.segments and asked != self._asked(row):
                 raise UserError(
                     f"row {row.row} of the checkpoint goes on, and its prompt is another one here"
-                    f" (hash {self._asked(row)}, not {asked[0]}); restore seed, data,"
+                    f" (hash {self._asked(row)}, not {asked}); restore seed, data,"
                     " rollout.samples and rollout.lengths of its run, or start from its exported"
                     " policy (splitppo export)"
                 )
@@ -198,23 +198,6 @@ class Sampler:
             slot = row.row % self.slots
             self.open[slot] = _known(row)
             self.held[slot] = row
-
-    def _stored(self, entry: Sequence[Any]) -> tuple[Episode, list[str]]:
-        """A row of a checkpoint, and the hash of what was asked for. Before rows had turns, a
-        checkpoint held response, log-probs and stretches, the former two as lists still earlier;
-        then it has no hash."""
-        number, packed, *asked = entry
-        if len(entry) == 3:
-            return unpack_rows(tensor_of([b64decode(packed)], torch.int32))[0], asked
-        logprobs, stretches, *asked = asked
-        ids = _array(packed, IDS)
-        sampled = _array(logprobs, LOGPROBS)
-        ends = accumulate(tokens for _, tokens in stretches)
-        segments = [
-            Segment(ids[end - tokens : end], sampled[end - tokens : end], step)
-            for (step, tokens), end in zip(stretches, ends, strict=True)
-        ]
-        return replace(self.fresh(number), segments=tuple(segments)), asked
 
     def _keep(self, row: Episode) -> bool:
         """Remembers what a slot goes on with. Returns whether the row has ended."""
@@ -384,8 +367,3 @@ def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode
         ):
             ready += [rows.popleft() for rows in waiting if rows]
         yield ready
-
-
-def _array(stored: str | list[float], kind: str) -> array:
-    """An array of a checkpoint's JSON, where older ones have a list."""
-    return array(kind, b64decode(stored) if isinstance(stored, str) else stored)

@@ -110,15 +110,6 @@ def load_prompts(
             f"data.invalid=filter: {len(wrong)} of {len(read)} rows of {setting} can't be used "
             f"and are left out; the first: {wrong[min(wrong)]}",
         )
-    if (
-        split == "train"
-        and any(prompt.messages is None for prompt in prompts.values())
-        and _ends_texts(tokenizer)
-    ):
-        notes.append(
-            f"the tokenizer ends each text in {tokenizer.eos_token}: "
-            "that token is left off the prompts"
-        )
     if split == "train" and CLOCK in str(tokenizer.chat_template):
         notes.append(
             "the chat template shows the time: a resume at another is refused; "
@@ -241,10 +232,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
 
 def _ends_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its end-of-sequence token behind each text."""
-    ids, bare = (
-        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    return ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
+    return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
 
 
 def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str, Any]] | None:
@@ -277,39 +265,31 @@ def _fit(
 ) -> tuple[dict[int, Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about
     the others."""
-    lengths = {index: len(prompt.tokens) for index, prompt in prompts.items()}
-    over = [index for index, length in lengths.items() if length > longest]
+    over = {i: len(prompt.tokens) for i, prompt in prompts.items() if len(prompt.tokens) > longest}
     if not over:
         return prompts, []
-    count = len(prompts)
-    limit = f"rollout.max_prompt_tokens={longest}"
-    first = rows[over[0]].where
-    if config.overlong == "refuse":
-        raise UserError(
-            f"{limit}: {first} has a prompt of {lengths[over[0]]} tokens "
-            f"({len(over)} of {count} rows are too long); "
-            f"set --rollout.max_prompt_tokens {max(lengths.values())}, "
-            "or --data.overlong to filter or cut"
-        )
-    if config.overlong == "filter" and len(over) == count:
-        raise UserError(
-            f"data.overlong=filter: all {count} rows of {setting} have prompts over {limit}; the "
-            f"shortest has {min(lengths.values())} tokens: "
-            "raise the limit, or set --data.overlong cut"
-        )
+    first = min(over)
+    what = (
+        f"data.overlong={config.overlong}: {len(over)} of {len(prompts)} rows of {setting} have "
+        f"prompts over rollout.max_prompt_tokens={longest}"
+    )
+    fates = {"filter": "are left out", "cut": "lose their first tokens"}
+    kept = {index: prompt for index, prompt in prompts.items() if index not in over}
     if config.overlong == "cut":
-        change = "lose their first tokens"
         tails = {index: prompts[index].tokens[-longest:] for index in over}
         kept = prompts | {
             index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids)
             for index, ids in tails.items()
         }
-    else:
-        change = "are left out"
-        kept = {index: prompt for index, prompt in prompts.items() if lengths[index] <= longest}
+    if config.overlong == "refuse" or not kept:
+        raise UserError(
+            f"{what}; the first is {rows[first].where} ({over[first]} tokens): "
+            f"set --rollout.max_prompt_tokens {max(over.values())}, "
+            "or --data.overlong to filter or cut"
+        )
     return kept, [
-        f"data.overlong={config.overlong}: {len(over)} of {count} rows of {setting} have prompts "
-        f"over {limit} and {change}; the first is {first} ({lengths[over[0]]} tokens)"
+        f"{what} and {fates[config.overlong]}; the first is {rows[first].where} "
+        f"({over[first]} tokens)"
     ]
 
 

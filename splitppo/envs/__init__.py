@@ -20,6 +20,7 @@ from typing import Any
 from splitppo.errors import one_line
 
 ROLES = ("tool", "user", "system")  # in which an environment answers
+NO_ID = "0" * 9  # of a call; some templates refuse other ids than nine letters or digits
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    id: str = ""
+    id: str = NO_ID
     error: str = ""
 
 
@@ -46,14 +47,14 @@ class Message:
         role: `assistant` is the policy; an environment answers as `user`, `tool` or `system`.
         content: its text, without the tokens that end a turn.
         tool_calls: of an assistant's message, in their order.
-        name, call_id: of a `tool` message, the function that answers and the `Call.id`.
+        name, tool_call_id: of a `tool` message, the function that answers and the `Call.id`.
     """
 
     role: str
     content: str
     tool_calls: tuple[Call, ...] = ()
     name: str = ""
-    call_id: str = ""
+    tool_call_id: str = NO_ID
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def read_messages(messages: Any) -> list[Message]:
                 f"splitppo.envs.Message with role user, tool or system and a text"
             )
     # as plain values: the trainer can't read those of the user's classes
-    return [Message(m.role, str(m.content), (), str(m.name), str(m.call_id)) for m in found]
+    return [Message(m.role, str(m.content), (), str(m.name), str(m.tool_call_id)) for m in found]
 
 
 def read_turn(result: Any) -> Turn:

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
@@ -107,18 +107,17 @@ class Player:
     Attributes:
         pool: has the environments; perhaps also those of another player.
         failures: (row, failure) of the rows that failed.
-        figures: of the turns that were answered, by name; `turns` is 1 for each.
+        turns: makes tokens of messages, and messages of tokens.
     """
 
     def __init__(self, pool: EnvPool, turns: Turns, config: Config):
         self.failures: list[tuple[int, Failure]] = []
-        self.figures = defaultdict[str, list[float]](list)
         self.failing = 0  # steps, to the last, in which no environment has answered
         self.pool = pool
-        self._turns = turns
+        self.turns = turns
         self._config = config
         self._rows: dict[int, _Row] = {}
-        self._seconds: list[float] = []  # that each answer took
+        self._figures: list[dict[str, float]] = []  # of each turn, answer and wait
 
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         """Has the row's environment hear the turns that have ended, unless it has; it begins if it
@@ -130,12 +129,14 @@ class Player:
         before = [*row.prompt]
         for number, (said, heard) in enumerate(ended):
             if number == len(one.said):
-                one.said.append(self._turns.spoken(before, said))
+                one.said.append(self.turns.spoken(before, said))
             before += [*said, *heard]
         if not one.broken:
             started = time.monotonic()
             one.answer = self.pool.play(one.key, _columns(prompt), seed, one.said)
-            one.answer.add_done_callback(lambda _: self._seconds.append(time.monotonic() - started))
+            one.answer.add_done_callback(
+                lambda _: self._figures.append({"perf/env_s": time.monotonic() - started})
+            )
         return True
 
     def poll(self, rows: Mapping[int, Episode], timeout: float) -> list[Reply]:
@@ -144,7 +145,7 @@ class Player:
         answers = {number: self._rows[number].answer for number in rows}
         began = time.monotonic()
         wait(answers.values(), timeout, FIRST_COMPLETED)
-        self.figures["waited"].append(time.monotonic() - began)
+        self._figures.append({"perf/env_wait_s": time.monotonic() - began})
         return [self._reply(rows[row]) for row, answer in answers.items() if answer.done()]
 
     def end(self, row: int) -> None:
@@ -158,15 +159,19 @@ class Player:
             self.end(row)
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Sums and failures since the last call. Of the sums, `seconds` is what environments took,
-        `waited` what the engine had no row for."""
-        # exact: they do not depend on the order in which answers came
-        sums = {name: math.fsum(figures) for name, figures in self.figures.items()}
-        found = sums | {"seconds": sum(self._seconds)}, self.failures
-        self.figures = defaultdict(list)
+        """Sums and failures since the last call. Of the sums, `turns` counts the turns that were
+        answered, `perf/env_s` is what environments took, `perf/env_wait_s` what the engine had no
+        row for."""
+        figures = self._figures
+        failures = self.failures
+        self._figures = []
         self.failures = []
-        self._seconds = []
-        return found
+        # exact: they do not depend on the order in which answers came
+        sums = {
+            name: math.fsum(part.get(name, 0.0) for part in figures)
+            for name in sorted({name for part in figures for name in part})
+        }
+        return sums, failures
 
     def metrics(self, group: Any) -> dict[str, float]:
         """What the environments have done since the last call, over all ranks of a `Group`, which
@@ -174,7 +179,7 @@ class Player:
         some steps."""
         sets = group.all_gather(group.gather_set(self.take()))
         sums, failures = zip(*(part for ranks in sets for part in ranks), strict=True)
-        waited = max(own.pop("waited", 0.0) for own in sums)
+        waited = max(own.pop("perf/env_wait_s", 0.0) for own in sums)
         total = Counter[str]()
         for own in sums:
             total.update(own)
@@ -190,7 +195,7 @@ class Player:
         return {
             "env/turns": turns,
             "env/failures": len(failed),
-            "perf/env_s": total.pop("seconds"),
+            "perf/env_s": total.pop("perf/env_s", 0.0),
             "perf/env_wait_s": waited,
             **{f"env/{name}/mean": part / turns for name, part in total.items()},
         }
@@ -201,7 +206,7 @@ class Player:
         ids = row.prompt
         if not isinstance(heard, Failure) and len(heard) > len(one.said):  # it was made here
             messages, *turns = heard
-            ids = array(IDS, self._turns.prompt(messages)) if messages else row.prompt
+            ids = array(IDS, self.turns.prompt(messages)) if messages else row.prompt
             if wrong := self._wrong(row, ids, turns):
                 heard = Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
         if row.awaits:
@@ -229,8 +234,7 @@ class Player:
             self.failures.append((row.row, heard))
             return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
         turn: Turn = heard[-1]
-        for name, number in {"turns": 1, **turn.metrics}.items():
-            self.figures[name].append(number)
+        self._figures.append({"turns": 1, **turn.metrics})
         full = turn.truncated or len(row.turns) == self._config.env.max_turns
         end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:
@@ -242,7 +246,7 @@ class Player:
     def _observe(self, turn: Turn, said: array) -> array:
         return array(
             IDS,
-            self._turns.observation(turn.messages, said, self._config.env.max_observation_tokens),
+            self.turns.observation(turn.messages, said, self._config.env.max_observation_tokens),
         )
 
 

@@ -8,16 +8,16 @@ The rank has the tokenizer, so it makes the schemas and reads the calls in what 
 
 import ast
 import asyncio
-import inspect
 import json
 import math
 import operator
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from splitppo.envs import Call, Message, Turn
+from splitppo.envs import NO_ID, Call, Message, Turn
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
 from splitppo.workers import awaited, find_in_file, is_async
@@ -29,10 +29,7 @@ CallReader = Callable[[Sequence[int], Sequence[int]], Message]
 # or a list. The first is also that of the instructions for models whose template knows no tools.
 FORMATS = {
     "hermes": ("<tool_call>", r"<tool_call>(.*?)(?:</tool_call>|\Z)"),  # Qwen's, too
-    "llama": (  # Llama 3
-        "<|python_tag|>",
-        r"(?:\A\s*|<\|python_tag\|>\s*)(?=\{)(.*)|<\|python_tag\|>(.*)",
-    ),
+    "llama": ("<|python_tag|>", r"(?:\A\s*(?=\{)|<\|python_tag\|>)(.*)"),  # Llama 3
     "mistral": ("[TOOL_CALLS]", r"\[TOOL_CALLS\](.*)"),
 }
 LONGEST = 1000  # characters of an expression for the calculator
@@ -131,8 +128,7 @@ def call_reader(
         shown = tokenizer.decode(sampled, skip_special_tokens=True)
         if not by_template:
             matches = pattern.finditer(tokenizer.decode(sampled, skip_special_tokens=False))
-            found = (next(filter(None, match.groups()), "") for match in matches)
-            calls = (call for written in found for call in _calls(written.strip()))
+            calls = (call for match in matches for call in _calls((match[1] or "").strip()))
             return Message("assistant", shown, tuple(calls))
         try:
             parsed = tokenizer.parse_response(list(sampled), prefix=list(before), tools=schemas)
@@ -150,7 +146,7 @@ def call_reader(
 def _calls(text: str) -> list[Call]:
     """The calls in a text that begins with their JSON: one call or a list."""
     found: list[Call] = []
-    while True:
+    while not found or text.startswith(("{", "[")):
         try:
             value, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError) as error:
@@ -158,8 +154,7 @@ def _calls(text: str) -> list[Call]:
         found += map(_call, value if isinstance(value, list) else [value])
         # what follows may be more calls (Llama's semicolon), or the end of the turn
         text = text[end:].lstrip("; \n")
-        if not text.startswith(("{", "[")):
-            return found
+    return found
 
 
 def _call(value: Any) -> Call:
@@ -168,7 +163,7 @@ def _call(value: Any) -> Call:
         given = value.get("function", value)
         arguments = given.get("arguments", given.get("parameters", {}))
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return Call(str(given["name"]), {**found}, str(value.get("id") or ""))
+        return Call(str(given["name"]), {**found}, str(value.get("id") or NO_ID))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return Call("", error='a call is {"name": "...", "arguments": {...}} in JSON')
 
@@ -185,58 +180,45 @@ class ToolEnv:
     def __init__(self, tools: Mapping[str, Tool], format_reward: float = 0.0):
         self.tools = tools
         self.format_reward = format_reward
-        # then a process runs many rows at a time, and plain functions beside the event loop
-        self.asynchronous = any(map(is_async, tools.values()))
 
     async def step(self, message: Message) -> Turn:
-        if not message.tool_calls:
+        calls = message.tool_calls
+        if not calls:
             return Turn(done=True)
-        answers = [await self._run(call) for call in message.tool_calls]
-        reward = 0.0 if any(call.error for call in message.tool_calls) else self.format_reward
+        answers = [await self._answer(call) for call in calls]
+        reward = 0.0 if any(call.error for call in calls) else self.format_reward
         self.format_reward -= reward
-        messages = [
-            Message("tool", text, name=call.name, call_id=call.id)
-            for call, (text, _) in zip(message.tool_calls, answers, strict=True)
-        ]
         return Turn(
-            messages,
+            [
+                Message("tool", text, name=call.name, tool_call_id=call.id)
+                for call, text in zip(calls, answers, strict=True)
+            ],
             reward,
             metrics={
                 "tool_calls": len(answers),
-                "tool_errors": sum(failed for _, failed in answers),
+                "tool_errors": sum(text.startswith("error: ") for text in answers),
             },
         )
 
-    async def _run(self, call: Call) -> tuple[str, bool]:
-        """The answer to a call, and whether it is an error."""
-        if wrong := call.error or self._wrong(call):
-            return f"error: {wrong}", True
-        tool = self.tools[call.name]
-        beside = self.asynchronous and not is_async(tool)
+    async def _answer(self, call: Call) -> str:
         try:
-            result = await awaited(
-                asyncio.to_thread(tool, **call.arguments) if beside else tool(**call.arguments)
-            )
-        except Exception as error:  # of the user's function, by what the policy gave it
-            return f"error: {type(error).__name__}: {one_line(str(error))[:300]}", True
-        return result if isinstance(result, str) else json.dumps(result, default=str), False
-
-    def _wrong(self, call: Call) -> str:
-        """Why a call has no function that takes its arguments; "": it has."""
-        if call.name not in self.tools:
-            return f"there is no function {call.name!r}; there are {', '.join(self.tools)}"
-        tool = self.tools[call.name]
-        try:
-            inspect.signature(tool).bind(**call.arguments)
-        except TypeError as error:
-            return f"{call.name}{inspect.signature(tool)}: {error}"
-        for name, value in call.arguments.items():
-            kind = typing.get_type_hints(tool).get(name)
-            # what JSON may hold for a float; to Python, true is an integer
-            fits = type(value) is kind or (kind is float and type(value) is int)
-            if kind in (int, float, str, bool, list, dict) and not fits:
-                return f"{call.name}: {name} must be {kind.__name__}, not {json.dumps(value)[:80]}"
-        return ""
+            if call.error:
+                raise ValueError(call.error)
+            if call.name not in self.tools:
+                raise ValueError(f"no function {call.name!r}; there are {', '.join(self.tools)}")
+            tool = self.tools[call.name]
+            for name, value in call.arguments.items():
+                kind = typing.get_type_hints(tool).get(name)
+                # what JSON may hold for a float; to Python, true is an integer
+                fits = type(value) is kind or (kind is float and type(value) is int)
+                if kind in (int, float, str, bool, list, dict) and not fits:
+                    raise TypeError(f"{name} must be {kind.__name__}, not {json.dumps(value)[:80]}")
+            # plain functions in a thread: a process may run other rows meanwhile
+            run = tool if is_async(tool) else partial(asyncio.to_thread, tool)
+            result = await awaited(run(**call.arguments))
+        except Exception as error:  # also of the user's function, by what the policy gave it
+            return f"error: {type(error).__name__}: {one_line(str(error))[:300]}"
+        return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def calculator(expression: str) -> str:

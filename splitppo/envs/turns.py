@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from splitppo.envs import ROLES, Message
@@ -51,6 +51,7 @@ class Turns:
         self.arguments = dict(arguments or {})
         self.spoken = call_reader(tokenizer, tools, call_format)
         self.instructions = ""
+        self._takes_system = False
         self.notes: list[str] = []
         if tools and not tokenizer.chat_template:
             raise UserError(
@@ -61,11 +62,12 @@ class Turns:
             self.arguments["tools"] = list(tools)
         elif tools:
             self.instructions = instructions(tools, call_format)
+            with suppress(UserError):
+                shown = self._render([{**ASKED, "role": "system", "content": SPOKEN}, ASKED])
+                self._takes_system = SPOKEN in shown
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
-        self._takes_system = self._shows([], "system", [ASKED])
-        self._roles = [role for role in ROLES if self._shows([ASKED, SAID], role, [])]
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
@@ -76,6 +78,7 @@ class Turns:
         ids = self._ids(after)
         controls = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
         self._end = ids[: controls[0] + 1] if controls else []
+        self._frames = {role: self._frame(role) for role in ROLES}
 
     def render(self, messages: Sequence[Message | Mapping[str, Any]]) -> str:
         """The text of a row's prompt, with the tools, up to where the policy speaks."""
@@ -119,22 +122,14 @@ class Turns:
         template frames as it does those of a role. Ids that it does not frame so are a user's
         message."""
         text = self.tokenizer.decode(list(ids))
-        for role in self._roles if self.tokenizer.chat_template else ():
-            one = Message(role, SPOKEN, name="tool")
-            head, _, foot = self._tail([one]).partition(SPOKEN)
-            frame = head.removeprefix(self.tokenizer.decode(self._end))
-            at = text.find(frame)
-            if frame and foot and at >= 0 and text.endswith(foot):
-                two = ""
-                with suppress(UserError):  # no two messages of the role
-                    two = self._tail([one, one])
-                between = two.removeprefix(head + SPOKEN).removesuffix(SPOKEN + foot)
-                content = text[at + len(frame) :].removesuffix(foot)
-                texts = content.split(between) if between else [content]
+        for role, frame in self._frames.items():
+            head, *between, foot = frame or ("", "")
+            if head and foot and head in text and text.endswith(foot):
+                content = text.partition(head)[2].removesuffix(foot)
+                texts = content.split(*between) if between else [content]
                 return [{"role": role, "content": part} for part in texts]
-        return [
-            {"role": "user", "content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
-        ]
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return [{"role": "user", "content": text}]
 
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
@@ -145,20 +140,17 @@ class Turns:
         allows that: the row goes on behind what was sampled."""
         dialogue = self._instructed(messages)
         first = len(dialogue)
-        kept = self._render(dialogue)
-        ends = [len(kept)]  # of the prompt and each message behind it
+        parts = [self._render(dialogue)]  # of the prompt and each message behind it
         for number in (1, 2):
             said = f"<think>\nthought {number}\n</think>\n\nsaid {number}"
-            answer = Message(role, f"answer {number}", name="tool", call_id=f"{number:09d}")
+            answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
             dialogue += [{"role": "assistant", "content": said}, *self._answers([answer])]
-            for part in (self._lead + said, self._tail([answer])):
-                kept += part
-                ends.append(len(kept))
-            whole = self._render(dialogue)
-            if whole == kept or rewritten == "keep":
-                continue
+            parts += [self._lead + said, self._tail([answer])]
+        kept = "".join(parts)
+        whole = self._render(dialogue)
+        if whole != kept and rewritten == "refuse":
             same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
-            at = first + bisect_right(ends[:-1], same)
+            at = first + bisect_right([*accumulate(map(len, parts[:-1]))], same)
             raise UserError(
                 f"env.rewritten=refuse: the chat template rewrites message {at} "
                 f"({dialogue[at - 1]['role']}) once more follow: {kept[same:][:40]!r} becomes "
@@ -199,19 +191,21 @@ class Turns:
                 "use another template, or an environment that answers in other roles"
             ) from error
 
-    def _shows(
-        self, before: Sequence[Mapping[str, Any]], role: str, after: Sequence[Mapping[str, Any]]
-    ) -> bool:
-        """Whether the template shows a message of this role there."""
-        shown = "shown-by-the-template"
-        message = _plain(Message(role, shown, name="tool"))
-        with suppress(UserError):
-            return shown in self._render([*before, message, *after])
-        return False
+    def _frame(self, role: str) -> list[str]:
+        """What the template puts before an answer's text, between two, and behind it; before and
+        behind it if it refuses two of the role; [] if it does not show the role."""
+        answer = _plain(Message(role, SPOKEN, name="tool"))
+        for answers in ([answer, answer], [answer]):
+            with suppress(UserError):
+                parts = self._render([ASKED, SAID, *answers]).split(SPOKEN)
+                if len(parts) == len(answers) + 2:
+                    parts[1] = parts[1].removeprefix(self.tokenizer.decode(self._end))
+                    return parts[1:]
+        return []
 
     def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """An environment's messages. Tools answer as the user if the template knows no tools."""
-        if "tool" in self._roles or all(message.role != "tool" for message in messages):
+        if self._frames["tool"] or all(message.role != "tool" for message in messages):
             return [_plain(message) for message in messages]
         return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
 
@@ -222,20 +216,14 @@ class Turns:
         if not self.instructions:
             return found
         first = found[0]
-        texts = [first["content"], self.instructions]
-        if first["role"] not in ("system", "developer"):
-            if self._takes_system:
-                return [{"role": "system", "content": self.instructions}, *found]
-            texts.reverse()
-        return [{**first, "content": "\n\n".join(texts)}, *found[1:]]
+        if self._takes_system and first["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.instructions}, *found]
+        return [{**first, "content": f"{first['content']}\n\n{self.instructions}"}, *found[1:]]
 
 
 def _plain(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     """A message as a template reads it."""
     if not isinstance(message, Message):
         return dict(message)
-    found = {"role": message.role, "content": message.content}
-    if message.role == "tool":
-        # some templates refuse other ids than nine letters or digits
-        found |= {"name": message.name, "tool_call_id": message.call_id or "0" * 9}
-    return found
+    # without what is empty: templates ask whether it is there
+    return {name: part for name, part in vars(message).items() if part or name == "content"}

@@ -71,7 +71,7 @@ def load(
 
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
-    from splitppo.envs.player import players_of, turns_of
+    from splitppo.envs.player import players_of
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
@@ -91,8 +91,7 @@ def load(
     room = min(filter(None, positions), default=2**31) - most
 
     player, _ = players_of(config, tokenizer)
-    turns = turns_of(config, tokenizer)
-    render = turns.render if turns else None
+    render = player.turns.render if player else None
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
@@ -135,11 +134,10 @@ def layout(head: str, answer: Answer, low: float, high: float, width: int) -> li
     top = ""
     below = ""
     for text, value in zip(answer["text"], answer["value"], strict=True):
-        share = 0.5
-        if value is not None and high > low:
-            share = (value - low) / (high - low)
-        block = BLOCKS[min(max(int(share * len(BLOCKS)), 0), len(BLOCKS) - 1)]
-        block = " " if value is None else block  # an environment said it
+        block = " "  # of what an environment said
+        if value is not None:
+            share = (value - low) / (high - low) if high > low else 0.5
+            block = BLOCKS[min(max(int(share * len(BLOCKS)), 0), len(BLOCKS) - 1)]
         for char in text or "·":
             columns = 1 + (east_asian_width(char) in "WF")
             if char == "\n" or len(below) + columns > width:

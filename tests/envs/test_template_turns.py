@@ -59,12 +59,14 @@ def test_200_dialogues(name: str):
             role = draw.choice(roles)
             count = draw.randint(1, 2) if role == "tool" else 1
             messages = [
-                Message(role, "".join(draw.choices(WORDS, k=4)).strip() + ".", call_id="123456789")
+                Message(
+                    role, "".join(draw.choices(WORDS, k=4)).strip() + ".", tool_call_id="123456789"
+                )
                 for _ in range(count)
             ]
             ids += turns.observation(messages, said)
             dialogue += [
-                {"role": role, "content": message.content, "tool_call_id": message.call_id}
+                {"role": role, "content": message.content, "tool_call_id": message.tool_call_id}
                 for message in messages
             ]
         # every sampled id stands where it was sampled
@@ -151,7 +153,7 @@ def test_what_was_thought_stays_with_keep():
         (LLAMA, [], '"name": "multiply"'),
         (CHATML, [], "<|im_start|>system\nSAID<|im_end|>\n<|im_start|>user\nasked<|im_end|>"),
         (CHATML, [{"role": "system", "content": "Be"}], "system\nBe\n\nSAID<|im_end|>"),
-        (GEMMA, [], "user\nSAID\n\nasked<end_of_turn>"),
+        (GEMMA, [], "user\nasked\n\nSAID<end_of_turn>"),
     ],
 )
 def test_tools_in_the_prompt(template: str, before: list[dict[str, str]], text: str):

@@ -457,7 +457,7 @@ DATA = cases(r"""
     a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024 ...
     lower the latter
 --data.files={d}/good.jsonl --rollout.max-prompt-tokens=5 --reward.function=exact_match =>
-    rollout.max_prompt_tokens=5 ... good.jsonl row 2 has a prompt of 9 tokens ... set
+    rollout.max_prompt_tokens=5 ... good.jsonl row 2 (9 tokens) ... set
     --rollout.max_prompt_tokens 9
 --data.files={d}/good.jsonl --reward.function=last_number =>
     good.jsonl row 2: ground truth 'blue' ... last_number needs a number; set --reward.function
@@ -471,8 +471,8 @@ DATA = cases(r"""
     data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int
 --data.files={d}/good.jsonl --reward.function=exact_match --data.overlong=filter
     --rollout.max-prompt-tokens=3 =>
-    data.overlong=filter: all 2 rows of data.files have prompts over rollout.max_prompt_tokens=3;
-    the ... shortest has 4 tokens: raise the limit, or set --data.overlong cut
+    data.overlong=filter: 2 of 2 rows of data.files have prompts over rollout.max_prompt_tokens=3;
+    the first is {d}/good.jsonl row 1 (4 tokens)
 --data.system=Add. =>
     data.system is for the chat template, but the tokenizer ... an instruct model or drop
 --data.files={d}/untrue.jsonl --reward.function=exact_match =>
