@@ -34,8 +34,27 @@ from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.resolve import Model, Resolved
-from splitppo.run.rows import build_sampler
+from splitppo.sampler import Sampler
 from splitppo.validation import Validator
+
+
+def build_sampler(
+    resolved: Resolved, training: data.PromptSet, player: Player | None = None
+) -> Sampler:
+    """The rows of all slots, from the training prompts."""
+    config = resolved.config
+    rollout = config.rollout
+    prompts = training.prompts
+    index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
+    return Sampler(
+        rollout.batch_size,
+        lambda row: prompts[index(row // rollout.samples)],
+        limit=rollout.max_new_tokens,
+        context=rollout.max_context,
+        window=rollout.window,
+        lengths=data.read_lengths(rollout),
+        player=player,
+    )
 
 
 class Builder:

@@ -2,6 +2,7 @@
 end."""
 
 import gc
+import json
 import logging
 import os
 import shlex
@@ -20,7 +21,7 @@ from splitppo.errors import UserError, say, warn
 from splitppo.job.launch import LAUNCHER
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import ROLES, Role, StepPlan
+from splitppo.placement import ROLES, Role, StepPlan, data_parallel, own
 from splitppo.run import checkpoint, checks, files, lock, memory, notices, screen, sources
 from splitppo.run.build import Builder
 from splitppo.run.folder import (
@@ -32,9 +33,9 @@ from splitppo.run.folder import (
 )
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
-from splitppo.run.rows import check_open_rows, plan_step
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
+from splitppo.sampler import Sampler
 
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
@@ -116,6 +117,41 @@ def find_checkpoint(
             records_until(path, start)  # refuses a broken one now
         checkpoint.tidy(folder, start)
     return found
+
+
+def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
+    """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
+    depends on the open rows: rank 0, an actor, tells all others over the store how long they
+    are."""
+    config = resolved.config
+    rollout = config.rollout
+    sizes = data_parallel(config, resolved.placement)
+    contexts: list[int] = []
+    if rollout.window and sizes["actor"] > 1:
+        contexts = json.loads(
+            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+        )
+        # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
+        runtime.store.delete_key(f"contexts/{step - 3}")
+    return own(
+        seed=config.seed,
+        step=step,
+        batch_size=rollout.batch_size,
+        samples=rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        sizes=sizes,
+        contexts=contexts,
+    )
+
+
+def check_open_rows(sampler: Sampler, found: Path | None) -> None:
+    """Raises UserError if rows of this checkpoint go on, and can't in this run."""
+    if found:
+        files.read_file(
+            found / "actor" / "state.json",
+            lambda text: sampler.load_state(json.loads(text).get("open", ())),
+            f"remove {found}",
+        )
 
 
 class Run:

@@ -27,9 +27,9 @@ from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mar
 from splitppo.placement import place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
-from splitppo.run.life import Run
+from splitppo.run.build import build_sampler
+from splitppo.run.life import Run, check_open_rows
 from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
-from splitppo.run.rows import build_sampler, check_open_rows
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
