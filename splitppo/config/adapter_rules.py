@@ -19,8 +19,8 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
         "value.offload": value.offload == "all" and "all",
     }
     sets = {
-        name: f"tensor_parallel={config.tensor_parallel(name)} and "
-        f"sequence_parallel={config.sequence_parallel(name)}"
+        name: f"tensor_parallel={config.set_shape(name).tensor} and "
+        f"sequence_parallel={config.set_shape(name).sequence}"
         for name in models
     }
     return [

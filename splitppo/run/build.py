@@ -28,7 +28,7 @@ from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Role, set_shape
+from splitppo.placement import Role
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
@@ -350,7 +350,7 @@ class Builder:
             # a reward model runs over texts of its own: compiling it would take longer than it
             # saves
             compiled=resolved.compiled and name != "reward",
-            ranks=self.runtime.sets[role][set_shape(config, name)],
+            ranks=self.runtime.sets[role][config.set_shape(name)],
             adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
         )
         weights.fill(

@@ -16,7 +16,7 @@ from splitppo.models import lora
 from splitppo.models.sequence import check_heads
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
-from splitppo.placement import check_sets, data_parallel, set_shape
+from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
@@ -61,7 +61,7 @@ def preflight(resolved: Resolved) -> None:
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         setting = f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
-        shape = set_shape(config, name)
+        shape = config.set_shape(name)
         if shape.tensor > 1:
             check_plan(model.config, model.kind, shape.tensor, setting)
         if shape.sequence > 1:
