@@ -232,6 +232,12 @@ class Config:
         return bool(self.environment.path or self.env.tools)
 
     @property
+    def validate_every(self) -> int:
+        """Steps between validations; 0: none, as for files of which nothing is held out."""
+        held_out = self.data.validation_files or not self.data.files
+        return self.log.validate_every if held_out else 0
+
+    @property
     def has_kl(self) -> bool:
         """Whether the run needs a reference."""
         return self.ppo.kl_coef > 0 or self.ppo.kl_loss_coef > 0

@@ -217,7 +217,7 @@ def _of_reward(config: Config) -> Contradictions:
         ),
         (
             functions == ("none",)
-            and config.log.validate_every
+            and config.validate_every
             and not reward.validation
             and not config.has_env,
             f"log.validate_every={config.log.validate_every}: functions score held-out rows, and "

@@ -306,7 +306,7 @@ class Builder:
 
     def _validator(self, engine: RolloutEngine, runner: Runner, player: Player | None) -> Validator:
         reward = self.config.reward
-        if held_out := reward.validation if self.config.log.validate_every else ("none",):
+        if held_out := reward.validation if self.config.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
         return Validator(
             self.context,

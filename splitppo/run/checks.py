@@ -2,7 +2,6 @@
 touched."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from splitppo import data
@@ -22,18 +21,6 @@ from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
 from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
-
-
-def without_validation(config: Config) -> tuple[Config, str]:
-    """The configuration, without validation if nothing is held out of the user's own data, and then
-    a line on that."""
-    every = config.log.validate_every
-    if every <= 0 or not config.data.files or config.data.validation_files:
-        return config, ""
-    return (
-        replace(config, log=replace(config.log, validate_every=0)),
-        f"nothing is held out (data.validation_files), so log.validate_every={every} is not used",
-    )
 
 
 def check_inputs(config: Config) -> None:
@@ -146,6 +133,11 @@ def warnings(resolved: Resolved) -> list[str]:
     )
     return [
         *build.warnings(config, resolved.device.type),
+        *[
+            f"log.validate_every={config.log.validate_every} is not used: nothing is held out; "
+            "set data.validation_files"
+        ]
+        * (config.log.validate_every > config.validate_every),
         *filter(
             None, [memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)] if gpu else []
         ),

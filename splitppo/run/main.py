@@ -75,10 +75,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
+    config = sources.with_copies(parse(argv))
     rules.check(config)
-    if unheld and launch.rank == 0:
-        say(unheld)
     if config.dry_run:
         if launch.rank == 0:
             print(dry_run(config, launch))
