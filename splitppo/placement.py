@@ -272,14 +272,7 @@ class StepPlan:
 
     def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
         """The slots, ascending, that a rank of one group and a rank of another both own."""
-        return [slot for slot in self.all_slots(role, rank) if self._owners[other][slot] == peer]
-
-    @cached_property
-    def _owners(self) -> dict[Role, dict[int, int]]:
-        return {
-            role: {slot: rank for rank, slots in enumerate(self.of_ranks(role)) for slot in slots}
-            for role in self.sizes
-        }
+        return sorted({*self.all_slots(role, rank)} & {*self.all_slots(other, peer)})
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
