@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from splitppo.config.adapter_rules import of_adapters
+from splitppo.config.optional import of_adapters
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
