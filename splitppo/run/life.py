@@ -47,10 +47,10 @@ def _begin_folder(
     its lock, and the checkpoint to resume."""
     config = resolved.config
     rank = runtime.launch.rank
-    chosen = ""
+    chosen = config.run_dir or ""
     held = None
     if rank == 0:
-        chosen = config.run_dir or str(new_folder())
+        chosen = chosen or str(new_folder())
         held = lock.take(Path(chosen))
     folder = Path(runtime.broadcast("run_dir", lambda: chosen, patience=lock.PATIENCE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
