@@ -20,10 +20,9 @@ from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import rehearse, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
-from splitppo.job.failure import report_failure
+from splitppo.job.ends import RESUMABLE, StopSignals, keep_early_signals, mark_saved, report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
-from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
