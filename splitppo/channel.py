@@ -61,9 +61,7 @@ class _Link:
     ) -> tuple[list[int], Tensor]:
         """`Wire.recv` for all ranks of a set."""
         header, payload = self.wire.recv(hop, dtype, check) if self.group.speaks else (None, None)
-        numbers = None if header is None else torch.tensor(header, dtype=torch.int64)
-        received = self.group.broadcast(numbers, torch.int64)
-        return received.tolist(), self.group.broadcast(payload, dtype)
+        return self.group.of_first(lambda: header), self.group.broadcast(payload, dtype)
 
 
 class RolloutLink(_Link):

@@ -8,23 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from splitppo.config import Config, PlacementConfig, ShardSize
+from splitppo.config import Config, PlacementConfig, SetShape, ShardSize
 from splitppo.errors import UserError
-
-
-class SetShape(NamedTuple):
-    """The ranks of a set, which run a model's rows together: those among which tokens are cut,
-    times those among which layers are."""
-
-    sequence: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.sequence * self.tensor
-
 
 Role = Literal["actor", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -150,17 +137,12 @@ def replicas(
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
-def set_shape(config: Config, model: str) -> SetShape:
-    """The set that runs a model's rows."""
-    return SetShape(config.sequence_parallel(model), config.tensor_parallel(model))
-
-
 def set_shapes(config: Config) -> dict[Role, list[SetShape]]:
     """The sets of each group: of the model that it trains, which own rows together, then of its
     frozen models."""
     held = holders(config).items()
     return {
-        role: [set_shape(config, model) for model, holder in held if holder == role]
+        role: [config.set_shape(model) for model, holder in held if holder == role]
         for role in ROLES
     }
 
@@ -190,7 +172,7 @@ def check_sets(config: Config, placement: Placement, *, local_world: int) -> Non
     for model, role in holders(config).items():
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
         table = "fsdp" if model == "policy" else model
-        shape = set_shape(config, model)
+        shape = config.set_shape(model)
         check = partial(check_cut, f"the {model}'s", local_world=local_world)
         setting = f"{table}.tensor_parallel"
         check(setting, shape.tensor, role, placement, replica=len(held))
@@ -290,14 +272,7 @@ class StepPlan:
 
     def between(self, role: Role, rank: int, other: Role, peer: int) -> list[int]:
         """The slots, ascending, that a rank of one group and a rank of another both own."""
-        return [slot for slot in self.all_slots(role, rank) if self._owners[other][slot] == peer]
-
-    @cached_property
-    def _owners(self) -> dict[Role, dict[int, int]]:
-        return {
-            role: {slot: rank for rank, slots in enumerate(self.of_ranks(role)) for slot in slots}
-            for role in self.sizes
-        }
+        return sorted({*self.all_slots(role, rank)} & {*self.all_slots(other, peer)})
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:

@@ -41,9 +41,10 @@ from splitppo.placement import place
 from splitppo.pretraining import Pretraining
 from splitppo.rollout import Episode, Prompt, Rollout, tensor_of, unpack_rows
 from splitppo.run import memory
+from splitppo.run.build import build_sampler
 from splitppo.run.checks import warnings
+from splitppo.run.life import plan_step
 from splitppo.run.main import dry_run
-from splitppo.run.rows import build_sampler, plan_step
 from splitppo.sampler import OpenRow, Sampler
 
 __all__ = ["inputs"]  # the fixture

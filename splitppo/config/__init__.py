@@ -6,7 +6,7 @@ the algorithm.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from splitppo.config.algorithm import (
     DataConfig,
@@ -31,6 +31,18 @@ OF_VALUES = (
     "ppo.lam_value",
     "ppo.critic_warmup",
 )
+
+
+class SetShape(NamedTuple):
+    """The ranks of a set, which run a model's rows together: those among which tokens are cut,
+    times those among which layers are."""
+
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.sequence * self.tensor
 
 
 @dataclass(frozen=True)
@@ -220,6 +232,12 @@ class Config:
         return bool(self.environment.path or self.env.tools)
 
     @property
+    def validate_every(self) -> int:
+        """Steps between validations; 0: none, as for files of which nothing is held out."""
+        held_out = self.data.validation_files or not self.data.files
+        return self.log.validate_every if held_out else 0
+
+    @property
     def has_kl(self) -> bool:
         """Whether the run needs a reference."""
         return self.ppo.kl_coef > 0 or self.ppo.kl_loss_coef > 0
@@ -235,21 +253,21 @@ class Config:
         """How many value models the run has."""
         return self.value.ensemble if self.ppo.baseline == "value" else 0
 
-    def tensor_parallel(self, model: str) -> int:
-        """Ranks that share each layer of a model: `policy`, `value`, `reference` or `reward`.
-        Without a value model the critic's rows belong to one rank each."""
-        return self._ranks("tensor_parallel", model)
+    def set_shape(self, model: str) -> SetShape:
+        """The ranks that run the rows of a model together: `policy`, `value`, `reference` or
+        `reward`. Without a value model the critic's rows belong to one rank each."""
 
-    def sequence_parallel(self, model: str) -> int:
-        """Ranks that share each row of a model, as `tensor_parallel`."""
-        return self._ranks("sequence_parallel", model)
+        def cut(table: ValueConfig | ReferenceConfig | RewardConfig, unset: SetShape) -> SetShape:
+            return SetShape(
+                table.sequence_parallel or unset.sequence, table.tensor_parallel or unset.tensor
+            )
 
-    def _ranks(self, setting: str, model: str) -> int:
-        policy = getattr(self.fsdp, setting)
-        value = getattr(self.value, setting) or (policy if self.value_models else 1)
+        policy = SetShape(self.fsdp.sequence_parallel, self.fsdp.tensor_parallel)
+        value = cut(self.value, policy if self.value_models else SetShape())
         group = policy if self.placement.reference == "actor" else value
-        own = {
-            "reference": getattr(self.reference, setting) or group,
-            "reward": getattr(self.reward, setting) or value,
-        }
-        return {"policy": policy, "value": value, **own}[model]
+        return {
+            "policy": policy,
+            "value": value,
+            "reference": cut(self.reference, group),
+            "reward": cut(self.reward, value),
+        }[model]

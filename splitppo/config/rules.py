@@ -8,9 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config
-from splitppo.config.adapter_rules import of_adapters
-from splitppo.config.env_rules import of_environments
-from splitppo.config.sets import of_sets
+from splitppo.config.optional import of_adapters, of_environments, of_sets
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 
@@ -217,7 +215,7 @@ def _of_reward(config: Config) -> Contradictions:
         ),
         (
             functions == ("none",)
-            and config.log.validate_every
+            and config.validate_every
             and not reward.validation
             and not config.has_env,
             f"log.validate_every={config.log.validate_every}: functions score held-out rows, and "

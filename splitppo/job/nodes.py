@@ -133,13 +133,11 @@ def check_alike(
             )
 
 
-def process_state(pid: int) -> tuple[str, str]:
-    """A process of this machine (proc(5)): its state's letter and its start, in ticks; "" and "" if
-    it has ended."""
+def process_state(pid: int) -> str:
+    """The letter of a process's state on this machine (proc(5)); Z also if it is there no more."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (fields[0], fields[19]) if fields[0] not in "ZX" else ("", "")
-    return "", ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
 
 
 def choose_interface(peers: Sequence[Peer], rank: int) -> None:

@@ -72,7 +72,7 @@ class Status:
         return ", ".join(
             f"{self.describe(rank)} is suspended (SIGSTOP or a debugger)"
             for rank, pid in self.pids.items()
-            if process_state(pid)[0] in ("T", "t")
+            if process_state(pid) in "Tt"
         )
 
     def dead_rank(self) -> str | None:
@@ -82,7 +82,7 @@ class Status:
         try:
             if self.store.check(["failed"]):
                 return ""
-            if not (dead := [rank for rank, pid in self.pids.items() if not process_state(pid)[1]]):
+            if not (dead := [r for r, pid in self.pids.items() if process_state(pid) in "ZX"]):
                 return None
             return self.describe(dead[0]) if self._is_first("dead") else ""
         except (RuntimeError, dist.DistError):

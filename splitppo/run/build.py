@@ -28,14 +28,33 @@ from splitppo.models import build, lora, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.placement import Role, set_shape
+from splitppo.placement import Role
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.resolve import Model, Resolved
-from splitppo.run.rows import build_sampler
+from splitppo.sampler import Sampler
 from splitppo.validation import Validator
+
+
+def build_sampler(
+    resolved: Resolved, training: data.PromptSet, player: Player | None = None
+) -> Sampler:
+    """The rows of all slots, from the training prompts."""
+    config = resolved.config
+    rollout = config.rollout
+    prompts = training.prompts
+    index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
+    return Sampler(
+        rollout.batch_size,
+        lambda row: prompts[index(row // rollout.samples)],
+        limit=rollout.max_new_tokens,
+        context=rollout.max_context,
+        window=rollout.window,
+        lengths=data.read_lengths(rollout),
+        player=player,
+    )
 
 
 class Builder:
@@ -287,7 +306,7 @@ class Builder:
 
     def _validator(self, engine: RolloutEngine, runner: Runner, player: Player | None) -> Validator:
         reward = self.config.reward
-        if held_out := reward.validation if self.config.log.validate_every else ("none",):
+        if held_out := reward.validation if self.config.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())
         return Validator(
             self.context,
@@ -331,7 +350,7 @@ class Builder:
             # a reward model runs over texts of its own: compiling it would take longer than it
             # saves
             compiled=resolved.compiled and name != "reward",
-            ranks=self.runtime.sets[role][set_shape(config, name)],
+            ranks=self.runtime.sets[role][config.set_shape(name)],
             adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
         )
         weights.fill(

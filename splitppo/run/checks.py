@@ -2,7 +2,6 @@
 touched."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from splitppo import data
@@ -16,24 +15,12 @@ from splitppo.models import lora
 from splitppo.models.sequence import check_heads
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
-from splitppo.placement import check_sets, data_parallel, set_shape
+from splitppo.placement import check_sets, data_parallel
 from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
 from splitppo.run.resolve import Resolved
 from splitppo.run.trackers import check_trackers
-
-
-def without_validation(config: Config) -> tuple[Config, str]:
-    """The configuration, without validation if nothing is held out of the user's own data, and then
-    a line on that."""
-    every = config.log.validate_every
-    if every <= 0 or not config.data.files or config.data.validation_files:
-        return config, ""
-    return (
-        replace(config, log=replace(config.log, validate_every=0)),
-        f"nothing is held out (data.validation_files), so log.validate_every={every} is not used",
-    )
 
 
 def check_inputs(config: Config) -> None:
@@ -61,7 +48,7 @@ def preflight(resolved: Resolved) -> None:
     check_sets(config, placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():
         setting = f"{'reward.model' if name == 'reward' else f'{name}.path'}={model.name}"
-        shape = set_shape(config, name)
+        shape = config.set_shape(name)
         if shape.tensor > 1:
             check_plan(model.config, model.kind, shape.tensor, setting)
         if shape.sequence > 1:
@@ -146,6 +133,11 @@ def warnings(resolved: Resolved) -> list[str]:
     )
     return [
         *build.warnings(config, resolved.device.type),
+        *[
+            f"log.validate_every={config.log.validate_every} is not used: nothing is held out; "
+            "set data.validation_files"
+        ]
+        * (config.log.validate_every > config.validate_every),
         *filter(
             None, [memory.check_memory(resolved, gpu), _queue_warning(resolved, gpu)] if gpu else []
         ),

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from splitppo.models.footprint import Footprint, footprint
-from splitppo.placement import SetShape, replicas, set_shape
+from splitppo.placement import SetShape, replicas
 from splitppo.run.resolve import Model, Resolved
 
 
@@ -29,7 +29,7 @@ def footprint_of(resolved: Resolved, name: str) -> tuple[Footprint, int, SetShap
     if name == "value" and resolved.config.value.share_base:
         # the output layer is gathered with the rest of the base
         found = replace(found, root=footprint_of(resolved, "policy")[0].root)
-    return found, len(ranks), set_shape(resolved.config, name)
+    return found, len(ranks), resolved.config.set_shape(name)
 
 
 def held_of(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:

@@ -51,8 +51,8 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
+    from splitppo.job.ends import RESUMABLE
     from splitppo.job.launch import LAUNCHER
-    from splitppo.job.signals import RESUMABLE
 
     logging.disable()  # torchrun's messages; the ranks are other processes
     parser = torchrun.get_args_parser()

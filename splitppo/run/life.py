@@ -2,6 +2,7 @@
 end."""
 
 import gc
+import json
 import logging
 import os
 import shlex
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from splitppo.actor import Actor
 from splitppo.config import Config
@@ -18,11 +19,10 @@ from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
 from splitppo.job.launch import LAUNCHER
-from splitppo.job.nodes import Peer
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import ROLES, Role, StepPlan
-from splitppo.run import checkpoint, checks, files, memory, notices, screen, sources
+from splitppo.placement import ROLES, Role, StepPlan, data_parallel, own
+from splitppo.run import checkpoint, checks, files, lock, memory, notices, screen, sources
 from splitppo.run.build import Builder
 from splitppo.run.folder import (
     check_run_folder,
@@ -31,28 +31,28 @@ from splitppo.run.folder import (
     new_folder,
     write_run_files,
 )
-from splitppo.run.lock import STALE, Lock
 from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
-from splitppo.run.rows import check_open_rows, plan_step
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
+from splitppo.sampler import Sampler
 
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
 def _begin_folder(
-    resolved: Resolved, runtime: Runtime, lock: Lock, prompts: tuple[PromptSet, PromptSet]
-) -> tuple[Path, Path | None]:
-    """Locks, checks and fills the run's folder; all ranks call it. Returns the folder and the
-    checkpoint to resume."""
+    resolved: Resolved, runtime: Runtime, prompts: tuple[PromptSet, PromptSet]
+) -> tuple[Path, TextIO | None, Path | None]:
+    """Locks, checks and fills the run's folder; all ranks call it. Returns the folder, on rank 0
+    its lock, and the checkpoint to resume."""
     config = resolved.config
     rank = runtime.launch.rank
-
-    def take() -> str:
-        return str(lock.take(Path(config.run_dir) if config.run_dir else new_folder()))
-
-    folder = Path(runtime.broadcast("run_dir", take, patience=STALE))
+    chosen = config.run_dir or ""
+    held = None
+    if rank == 0:
+        chosen = chosen or str(new_folder())
+        held = lock.take(Path(chosen))
+    folder = Path(runtime.broadcast("run_dir", lambda: chosen, patience=lock.PATIENCE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
     found = find_checkpoint(config, runtime, folder, inputs)
     checks.check_adapters(resolved, found)
@@ -80,7 +80,7 @@ def _begin_folder(
         force=True,
     )
     logging.captureWarnings(True)
-    return folder, found
+    return folder, held, found
 
 
 def find_checkpoint(
@@ -119,6 +119,41 @@ def find_checkpoint(
     return found
 
 
+def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
+    """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
+    depends on the open rows: rank 0, an actor, tells all others over the store how long they
+    are."""
+    config = resolved.config
+    rollout = config.rollout
+    sizes = data_parallel(config, resolved.placement)
+    contexts: list[int] = []
+    if rollout.window and sizes["actor"] > 1:
+        contexts = json.loads(
+            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+        )
+        # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
+        runtime.store.delete_key(f"contexts/{step - 3}")
+    return own(
+        seed=config.seed,
+        step=step,
+        batch_size=rollout.batch_size,
+        samples=rollout.samples,
+        mini_batches=config.ppo.mini_batches,
+        sizes=sizes,
+        contexts=contexts,
+    )
+
+
+def check_open_rows(sampler: Sampler, found: Path | None) -> None:
+    """Raises UserError if rows of this checkpoint go on, and can't in this run."""
+    if found:
+        files.read_file(
+            found / "actor" / "state.json",
+            lambda text: sampler.load_state(json.loads(text).get("open", ())),
+            f"remove {found}",
+        )
+
+
 class Run:
     """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first
     step."""
@@ -132,7 +167,6 @@ class Run:
     ):
         self.config = resolved.config
         self.runtime = runtime
-        self.lock = Lock(Peer.of_this_process(runtime.device))
         self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
         # steps in a row without a finite gradient
@@ -144,19 +178,14 @@ class Run:
         # holds it
         self.logprob_fields = 1 + (self.config.has_kl and resolved.role_of("reference") == "actor")
         try:
-            self.folder, self.resumed = _begin_folder(resolved, runtime, self.lock, prompts)
+            self.folder, self.lock, self.resumed = _begin_folder(resolved, runtime, prompts)
             # the step that it resumes after
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
             check_open_rows(self.build.sampler, self.resumed)
-        except BaseException as error:
-            self.lock.release()
-            if isinstance(error, OSError):
-                raise UserError(
-                    f"run_dir: {error}; fix that, or choose another --run-dir"
-                ) from error
-            raise
+        except OSError as error:
+            raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
         if runtime.launch.rank == 0:
             say(screen.opening(resolved, self.folder, self.start, *prompts))
 
@@ -295,4 +324,5 @@ class Run:
                     f"{shlex.quote(str(self.folder))} resumes"
                 )
         self.runtime.wait_for_all()
-        self.lock.release()
+        if self.lock:
+            self.lock.close()

@@ -20,16 +20,15 @@ from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import rehearse, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
-from splitppo.job.failure import report_failure
+from splitppo.job.ends import RESUMABLE, StopSignals, keep_early_signals, mark_saved, report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
-from splitppo.job.signals import RESUMABLE, StopSignals, keep_early_signals, mark_saved
 from splitppo.placement import place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
-from splitppo.run.life import Run
+from splitppo.run.build import build_sampler
+from splitppo.run.life import Run, check_open_rows
 from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
-from splitppo.run.rows import build_sampler, check_open_rows
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
@@ -75,10 +74,9 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config, unheld = checks.without_validation(sources.with_copies(parse(argv)))
+    config = sources.with_copies(parse(argv))
     rules.check(config)
-    lines = [unheld, *kept_rates(config, argv)] if launch.rank == 0 else []
-    for line in filter(None, lines):
+    for line in kept_rates(config, argv) if launch.rank == 0 else ():
         say(line)
     if config.dry_run:
         if launch.rank == 0:

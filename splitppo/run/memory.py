@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from splitppo.config.adapter_rules import of_adapters
+from splitppo.config.optional import of_adapters
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.footprint import GB, USABLE, Footprint
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place, set_shape
+from splitppo.placement import Role, place
 from splitppo.run.held import footprint_of, held_of
 from splitppo.run.resolve import Resolved
 
@@ -183,7 +183,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     engine = 2 * config.engine.tensor_parallel
     trainer = 2 * config.fsdp.tensor_parallel
     pieces = 2 * config.fsdp.sequence_parallel
-    whole = all(size % (2 * set_shape(config, "policy").size) == 0 for size in sizes)
+    whole = all(size % (2 * config.set_shape("policy").size) == 0 for size in sizes)
     heads = resolved.models["policy"].config.num_attention_heads
     longest = -(-2 * config.rollout.max_row_tokens // pieces)
     long = longest > config.compute.micro_batch_tokens and heads % (pieces * trainer // 2) == 0
@@ -290,7 +290,7 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
     """A rank's tokens of the largest micro-batch of so many rows of full length, and how many
     micro-batches there are."""
     longest = resolved.config.rollout.max_row_tokens
-    pieces = resolved.config.sequence_parallel(name)
+    pieces = resolved.config.set_shape(name).sequence
     most = min(rows, max(resolved.config.compute.micro_batch_tokens * pieces // longest, 1))
     count = -(-rows // most)
     held = -(-rows // count) if resolved.models[name].packed else most

@@ -154,8 +154,8 @@ class Resolved:
                         "parameters": model.parameters * model.number,
                         "random_init": model.random_init,
                         "packed": model.packed,
-                        "tensor_parallel": self.config.tensor_parallel(name),
-                        "sequence_parallel": self.config.sequence_parallel(name),
+                        "tensor_parallel": self.config.set_shape(name).tensor,
+                        "sequence_parallel": self.config.set_shape(name).sequence,
                         "offload": self.offload(name),
                         **(
                             {
@@ -240,7 +240,7 @@ def _read_model(
         path=path,
         config=found,
         random_init=is_drawn(config, name),
-        packed=config.sequence_parallel(name) > 1 or (wanted and name != "reward"),
+        packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
         frozen=getattr(config, name).freeze if name in TRAINED else (),
         number=config.value.ensemble if is_value else 1,
     )
@@ -327,7 +327,7 @@ def is_drawn(config: Config, name: str) -> bool:
 def _packs(config: Config, name: str, model: Model) -> bool:
     """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
     least."""
-    ranks = config.sequence_parallel(name)
+    ranks = config.set_shape(name).sequence
     why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
     where = f"{name}.path={model.name}"
     if why and ranks > 1:

@@ -58,7 +58,7 @@ def opening(
         if rollout.window
         else f"{rollout.batch_size} rows"
     )
-    due = {"held-out score": config.log.validate_every, "checkpoint": config.checkpoint.every}
+    due = {"held-out score": config.validate_every, "checkpoint": config.checkpoint.every}
     lines = {
         "splitppo": f"{installed('splitppo')}: ranks {placement.world}, {resolved.device.type}, "
         f"{str(resolved.dtype).removeprefix('torch.')}, engine {resolved.engine}",

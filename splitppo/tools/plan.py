@@ -9,7 +9,6 @@ import tyro
 
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.placement import set_shape
 from splitppo.run.files import read_file
 from splitppo.run.idle import idle_line
 from splitppo.tools.cost import (
@@ -83,7 +82,7 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     choices = splits(
         gpus or split.actor + split.critic,
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
-        sets=(set_shape(config, "policy").size, set_shape(config, "value").size),
+        sets=(config.set_shape("policy").size, config.set_shape("value").size),
     )
     if not (config.value_models or config.reward.model):  # the critic group would hold no model
         choices = [split for split in choices if not split.critic or split.reference == "critic"]

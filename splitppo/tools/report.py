@@ -1,6 +1,7 @@
 """`splitppo report`: a run's curves and the timeline of a step, or several runs over each other.
 Needs no torch."""
 
+import fcntl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,7 +91,6 @@ PANELS = {  # title: (label, metric, axis)
     "Seconds a step": [("actor", "timing_s/step", LEFT), ("critic", "critic/timing_s/step", LEFT)],
 }
 PAUSE = 10  # seconds between two pages that follow a run, at least
-STALE = 60.0  # run/lock.py's, whose import needs torch
 SETTINGS = 30  # lines of the settings that differ, in a picture
 Curve = tuple[str, str, bool, str, dict[int, float]]  # label, metric, axis, colour, points
 
@@ -303,9 +303,12 @@ def newest_run() -> Path:
 
 
 def goes_on(folder: Path) -> bool:
-    """Whether a run holds its folder's lock, and has touched it lately."""
-    with suppress(FileNotFoundError):
-        return time.time() - (folder / "lock").stat().st_mtime < STALE
+    """Whether a run holds its folder's lock (run/lock.py)."""
+    with suppress(FileNotFoundError), (folder / "lock").open() as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 

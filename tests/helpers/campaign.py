@@ -35,7 +35,7 @@ from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.critic import Critic
 from splitppo.errors import UserError
-from splitppo.job.signals import RESUMABLE
+from splitppo.job.ends import RESUMABLE
 from splitppo.models.tiny import build_tokenizer, model_config
 from splitppo.placement import ROLES, StepPlan, check_sets, place
 from splitppo.run import checkpoint

@@ -37,7 +37,7 @@ from runs import Torchrun
 from splitppo import train
 from splitppo.actor import Actor
 from splitppo.critic import Critic
-from splitppo.job.signals import RESUMABLE
+from splitppo.job.ends import RESUMABLE
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
 from splitppo.placement import StepPlan

@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from splitppo import algo, train
 from splitppo.errors import UserError
-from splitppo.job import signals as stopping
-from splitppo.job.failure import DIED, causes_of, report_failure
+from splitppo.job import ends
+from splitppo.job.ends import DIED, causes_of, report_failure
 from splitppo.job.launch import ERROR_FILE, Launch, record_error
 from splitppo.job.wire import WireError
 from splitppo.run import checkpoint
@@ -89,7 +89,7 @@ def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number)
 
 
 def early_signal_rank(rank: int, argv: list[str]) -> int:
-    stopping.keep_early_signals()  # as train.main does first of all
+    ends.keep_early_signals()  # as train.main does first of all
     os.kill(os.getpid(), signal.SIGUSR1)
     return train.main(argv)
 
@@ -97,7 +97,7 @@ def early_signal_rank(rank: int, argv: list[str]) -> int:
 def test_a_signal_that_comes_before_the_ranks_have_joined_stops_the_run_after_a_step(tmp_path):
     run_dir = tmp_path / "run"
     argv = [*SMALL, "--steps=40", "--ppo.epochs=1", f"--run-dir={run_dir}"]
-    assert run_ranks(1, early_signal_rank, argv) == [stopping.RESUMABLE]
+    assert run_ranks(1, early_signal_rank, argv) == [ends.RESUMABLE]
     (saved,) = names(run_dir)
     assert int(saved.removeprefix("step_")) < 4
 
@@ -106,7 +106,7 @@ def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, caps
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    signals = object.__new__(stopping.StopSignals)
+    signals = object.__new__(ends.StopSignals)
     good = Path("runs/mine/checkpoints/step_000002")
     status: Any = {
         "dead_rank": lambda: "actor rank 1",

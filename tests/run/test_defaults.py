@@ -13,10 +13,10 @@ from runs import SMALL
 
 from splitppo import train
 from splitppo.config.cli import given_settings, parse
+from splitppo.config.rules import check
 from splitppo.config.toml import leaves, to_toml
 from splitppo.engine.build import _installation
 from splitppo.models.tiny import build_tiny
-from splitppo.run.checks import without_validation
 from splitppo.run.folder import check_run_folder
 
 # of an earlier version, with other defaults: the user gave steps, lam, samples
@@ -137,17 +137,12 @@ def test_another_run_is_told_before_what_follows_from_the_flag(run, capsys, dry)
         ),
         (["--data.files=a.jsonl", "--data.validation-files=b.jsonl"], 10),
         (["--data.files=a.jsonl", "--log.validate-every=0"], 0),
-        (["--data.files=a.jsonl", "--log.validate-every=-1"], -1),  # a rule refuses it
     ],
 )
 def test_own_data_without_held_out_rows_are_not_validated(flags: list[str], every: int):
-    given = parse(flags)
-    config, line = without_validation(given)
-    assert config.log.validate_every == every
-    assert line == (config != given) * (
-        f"nothing is held out (data.validation_files), so "
-        f"log.validate_every={given.log.validate_every} is not used"
-    )
+    config = parse(flags)
+    assert config.validate_every == every
+    check(config)
 
 
 def test_a_model_with_few_positions_trains_on_short_prompts(tmp_path, capsys):
@@ -171,17 +166,10 @@ def test_a_model_with_few_positions_trains_on_short_prompts(tmp_path, capsys):
     assert train.main(argv) == 0
     said = capsys.readouterr().out
     assert "max_prompt_tokens = 6\n" in said
-    assert "validate_every = 0\n" in said
-    assert (
-        said.count(
-            "nothing is held out (data.validation_files), so log.validate_every=2 is not used\n"
-        )
-        == 1
-    )
+    assert said.count("warning: log.validate_every=2 is not used: nothing is held out; set ") == 1
     assert train.main([*argv, f"--data.validation-files={tmp_path}/held_out.jsonl"]) == 0
     said = capsys.readouterr().out
     assert "max_prompt_tokens = 8\n" in said
-    assert "validate_every = 2\n" in said
     assert "nothing is held out" not in said
 
 

@@ -20,7 +20,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError
-from splitppo.job.signals import RESUMABLE
+from splitppo.job.ends import RESUMABLE
 from splitppo.run.launcher import FLAGS, split
 from splitppo.run.life import Run
 from splitppo.run.metrics import ColumnLog

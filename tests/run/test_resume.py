@@ -2,11 +2,16 @@
 hold on its folder."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -28,14 +33,12 @@ from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.job.nodes import Peer, process_state
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import place
 from splitppo.run import checkpoint, lock
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
 from splitppo.run.life import Run, find_checkpoint
-from splitppo.run.lock import Lock
 from splitppo.run.metrics import ColumnLog
 from splitppo.run.resolve import resolve
 
@@ -94,25 +97,29 @@ def as_older(run: Path) -> None:
     (run / "given.json").unlink()
     text = (run / "config.toml").read_text()
     assert "max_prompt_tokens = 5\n" in text, "the longest prompt of the data"
-    assert "validate_every = 0\n" in text, "nothing is held out"
     (run / "config.toml").write_text(
         text.replace("max_prompt_tokens = 5\n", "max_prompt_tokens = 512\n")
     )
 
 
-def hold(run: Path, pid: int, begun: str) -> None:
-    held = {
-        "host": "there",
-        "pid": pid,
-        "since": "noon",
-        "machine": this_machine().machine,
-        "started": begun,
-    }
-    (run / "lock").write_text(json.dumps(held))
+HOLDER = """
+import socket, sys
+from pathlib import Path
+from splitppo.run import lock
+socket.gethostname = lambda: sys.argv[2]
+held = lock.take(Path(sys.argv[1]))
+print(held.name, flush=True)
+sys.stdin.read()
+"""
 
 
-def this_machine() -> Peer:
-    return Peer.of_this_process(torch.device("cpu"))
+def hold(run: Path, host: str) -> subprocess.Popen[str]:
+    """Another process that holds a run's folder until its standard input ends."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run), host], **pipes)
+    assert holder.stdout
+    assert holder.stdout.readline() == f"{run / 'lock'}\n"
+    return holder
 
 
 def metrics(run: Path, role: str = "actor") -> Path:
@@ -128,7 +135,7 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
     ),
     "an earlier version's": (
         lambda run, _: as_older(run),
-        "nothing is held out .*log.validate_every=3 is not used",
+        "warning: log.validate_every=3 is not used: nothing is held out; set data.validation_files",
     ),
     "a line of metrics torn": (
         lambda run, _: append(metrics(run), '{"step": 3, "ti'),
@@ -147,7 +154,10 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
         lambda run, _: part(run, "critic").rename(part(run, "critic.partial")),
         "removed an unfinished checkpoint: .*step_000002",
     ),
-    "a dead process's lock": (lambda run, _: hold(run, os.getppid(), "1"), "from .*step_000002"),
+    "a dead process's lock": (
+        lambda run, _: (run / "lock").write_text(f"process 1 on {socket.gethostname()} since noon"),
+        "from .*step_000002",
+    ),
 }
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
@@ -168,11 +178,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         r"actor can't be loaded \(\w+Error: .*\); set the models that it was written with",
     ),
     "a live process's lock": (
-        lambda run, _: hold(run, os.getppid(), process_state(os.getppid())[1]),
-        r"run_dir=.* is held by process \d+ on there since noon; wait for its end",
+        lambda run, _: hold(run, socket.gethostname()),
+        r"run_dir=.* is held by process \d+ on \S+ since \d{4}-\S+ \S+; wait for its end",
     ),
     "a lock that is a folder": (
-        lambda run, _: (run / "lock").mkdir(),
+        lambda run, _: ((run / "lock").unlink(), (run / "lock").mkdir()),
         "run_dir: .*lock.*; fix that, or choose",
     ),
     "data changed": (
@@ -232,7 +242,8 @@ def one_run(config: Config, run_dir: Path, steps: int) -> tuple[int, str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {str(path): path.read_bytes() for path in files}
 
 
 def all_runs(rank: int, folder: Path) -> dict[str, tuple[int, str]]:
@@ -300,7 +311,6 @@ def test_a_damaged_run_goes_on_as_if_nothing_had_been(runs, damage):
         assert figures(folder / damage, role) == figures(folder / "whole", role)
     assert names(folder / damage) == ["step_000003", "step_000004"]
     assert not any(checkpoint.damage(saved) for saved in checkpoint.complete(folder / damage))
-    assert not (folder / damage / "lock").exists()
 
 
 @pytest.mark.parametrize("damage", REFUSED)
@@ -496,61 +506,25 @@ def test_a_line_is_on_the_disk_before_its_checkpoint_counts(tmp_path, monkeypatc
     assert synced == [str(metrics(tmp_path))]
 
 
-def elsewhere(pid: int = 7) -> Peer:
-    return replace(this_machine(), host="elsewhere", machine="another", pid=pid)
+def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "PATIENCE", 2)
+    with hold(tmp_path, "elsewhere") as holder:
+        told = rf"{tmp_path} is held by process {holder.pid} on elsewhere since \d{{4}}-\S+ \S+"
+        with pytest.raises(UserError, match=f"^run_dir={told}; wait for its end, or choose"):
+            lock.take(tmp_path)
+        assert re.match(f"{told}: waiting 2 s for its end$", capsys.readouterr().out)
+        threading.Timer(0.5, holder.kill).start()
+        with lock.take(tmp_path) as held:
+            assert re.match(rf"process {os.getpid()} on ", Path(held.name).read_text())
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(lock, "HEARTBEAT", 0.2)
-    monkeypatch.setattr(lock, "STALE", 1.5)
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "no locks here")
 
-
-def test_a_live_run_on_another_machine_is_told_from_a_dead_one(
-    tmp_path, quick, capsys, monkeypatch
-):
-    owner, newcomer, lost = Lock(elsewhere()), Lock(this_machine()), []
-    monkeypatch.setattr(lock, "end_rank", lost.append)
-    owner.take(tmp_path)
-    with pytest.raises(
-        UserError, match=rf"run_dir={tmp_path} is held by process 7 on elsewhere since \d{{4}}-"
-    ):
-        newcomer.take(tmp_path)
-    assert f"{tmp_path} was last held by process 7 on elsewhere since" in capsys.readouterr().out
-    owner.released.set()  # dies
-    for thread in threading.enumerate():
-        if getattr(thread, "_target", None) == owner._heartbeat:
-            thread.join()  # it may be touching the file
-    began = time.monotonic()
-    newcomer.take(tmp_path)
-    assert 1 < time.monotonic() - began < 6, "the heartbeats must stop for STALE seconds"
-    owner.released.clear()  # was only stopped, and goes on
-    threading.Thread(target=owner._heartbeat, args=(tmp_path / "lock",), daemon=True).start()
-    deadline = time.monotonic() + 20
-    while not lost and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert "another process has taken the run's folder" in lost[0]
-    owner.release()
-    assert (tmp_path / "lock").exists(), "it's the newcomer's"
-    newcomer.release()
-    assert not (tmp_path / "lock").exists()
-
-
-def test_a_lock_that_says_nothing_is_waited_for(tmp_path, quick):
-    (tmp_path / "lock").write_text("")
-    began = time.monotonic()
-    newcomer = Lock(this_machine())
-    newcomer.take(tmp_path)
-    assert time.monotonic() - began > 1
-    newcomer.release()
-    for text in ("", "[", '{"machine": 3}'):
-        (tmp_path / "lock").write_text(text)
-        os.utime(tmp_path / "lock", (0, 0))
-        began = time.monotonic()
-        newcomer = Lock(this_machine())
-        newcomer.take(tmp_path)
-        assert time.monotonic() - began < 0.9, "an old one is not waited for"
-        newcomer.release()
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    lock.take(tmp_path).close()
+    assert f"warning: {tmp_path} can't be locked" in capsys.readouterr().out
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from splitppo.actor import Actor
 from splitppo.channel import RolloutLink
 from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
-from splitppo.critic import Critic, ScoredRows
+from splitppo.critic import Critic
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
@@ -635,11 +635,9 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
     """The critic learns for two seconds; log-probs take half a second."""
     update, logprobs = Critic.update, Actor.logprobs
 
-    def learning(
-        self: Critic, plan: StepPlan, scored: ScoredRows, returns: torch.Tensor
-    ) -> dict[str, Any]:
+    def learning(self: Critic, *given: Any, **named: Any) -> dict[str, Any]:
         time.sleep(2)
-        return update(self, plan, scored, returns)
+        return update(self, *given, **named)
 
     def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)

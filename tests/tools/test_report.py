@@ -2,7 +2,6 @@
 drawn."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.run.lock import STALE
 from splitppo.tools.runs import (
     COLOURS,
     Run,
@@ -205,13 +203,20 @@ def test_a_command_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert '"chosen":2' in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("end", ["released", "interrupted", "killed"])
+@pytest.mark.parametrize("end", ["interrupted", "ended"])
 def test_follow_writes_the_page_until_the_run_ends(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     run = write_run(tmp_path / "run")
-    lock = run / "lock"
-    lock.touch()
+    # as run/lock.py, in another process
+    held = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    holder = subprocess.Popen(
+        [sys.executable, "-uc", f"{held}; sys.stdin.read()", str(run / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout
+    holder.stdout.readline()
     pages: list[str] = []
 
     def sleep(seconds: float) -> None:
@@ -223,10 +228,8 @@ def test_follow_writes_the_page_until_the_run_ends(
             return
         if end == "interrupted":
             raise KeyboardInterrupt
-        if end == "released":
-            lock.unlink()
-        else:
-            os.utime(lock, (0, time.time() - STALE - 1))
+        holder.kill()
+        holder.wait()
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--html", "--follow"])

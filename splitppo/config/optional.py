@@ -1,0 +1,128 @@
+"""Rules for what a run may have: environments, adapters, sets of ranks that run a model's rows
+together. Part of those of rules.py."""
+
+from collections.abc import Iterator
+
+from splitppo.config import Config, LoraConfig
+
+
+def of_environments(config: Config) -> list[tuple[object, str]]:
+    """Whether two settings contradict each other, and what is said then."""
+    env = config.env
+    rollout = config.rollout
+    return [
+        (
+            env.path and env.tools,
+            f"env.path={env.path} with env.tools: an environment runs its own tools; unset one",
+        ),
+        (
+            env.format_reward and not env.tools,
+            f"env.format_reward={env.format_reward:g} rewards calls of env.tools, and there are "
+            "none; name some",
+        ),
+        (
+            rollout.max_context and not config.has_env,
+            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
+            "answer; set rollout.max_new_tokens",
+        ),
+        (
+            rollout.lengths and config.has_env,
+            "rollout.lengths fixes the length of responses, and an environment (env.path, "
+            "env.tools, data.task=guess) ends them; unset one",
+        ),
+    ]
+
+
+def of_adapters(config: Config) -> list[tuple[object, str]]:
+    """Whether settings of adapters contradict each other or other settings, and what is said
+    then."""
+    value = config.value
+    plain = LoraConfig()
+    shares = f"value.share_base={value.share_base}"
+    models = {"policy": config.policy, "value": value}
+    unshared = {
+        "value.ensemble": value.ensemble > 1 and value.ensemble,
+        "value.layers": value.layers,
+        "value.path": value.path != config.policy.path and value.path,
+        "value.random_init": value.random_init,
+        "policy.offload": config.policy.offload == "all" and "all",
+        "value.offload": value.offload == "all" and "all",
+    }
+    sets = {
+        name: f"tensor_parallel={config.set_shape(name).tensor} and "
+        f"sequence_parallel={config.set_shape(name).sequence}"
+        for name in models
+    }
+    return [
+        *(
+            (
+                not model.lora.rank and getattr(model.lora, name) != getattr(plain, name),
+                f"{owner}.lora.{name}={getattr(model.lora, name)} without adapters: "
+                f"set {owner}.lora.rank, or unset it",
+            )
+            for owner, model in models.items()
+            for name in ("alpha", "targets", "path")
+        ),
+        *(
+            (
+                model.lora.rank and model.freeze,
+                f"{owner}.freeze={' '.join(model.freeze)} with {owner}.lora.rank="
+                f"{model.lora.rank}: adapters are trained, and all else is frozen anyway; "
+                "unset one",
+            )
+            for owner, model in models.items()
+        ),
+        (
+            value.share_base and not (config.policy.lora.rank and value.lora.rank),
+            f"{shares} needs adapters of both models; set policy.lora.rank and value.lora.rank",
+        ),
+        *(
+            (
+                value.share_base and setting,
+                f"{shares} with {name}={setting}: policy and value model have one "
+                "base, which stays on the device; unset one",
+            )
+            for name, setting in unshared.items()
+        ),
+        (
+            value.share_base and sets["policy"] != sets["value"],
+            f"{shares} with {sets['policy']} for the policy and {sets['value']} for the value "
+            "model: one base is cut one way; leave value.tensor_parallel and "
+            "value.sequence_parallel unset",
+        ),
+    ]
+
+
+def of_sets(config: Config) -> Iterator[tuple[object, str]]:
+    """Contradictions, as in rules.py."""
+    groups = {
+        "reference": "policy" if config.placement.reference == "actor" else "value",
+        "reward": "value",
+    }
+    for model, group in groups.items():
+        own = config.set_shape(model)
+        least = config.set_shape(group)
+        if model == "reward" and config.reward.sequence_parallel == 1:
+            least = least._replace(sequence=1)
+        what = f"{model}.tensor_parallel={own.tensor}"
+        remedy = "leave it unset"
+        if max(own.sequence, least.sequence) > 1:
+            what += f" and sequence_parallel={own.sequence} make sets of {own.size} ranks, which"
+            remedy = "leave both unset"
+        yield (
+            own.size % least.size,
+            f"{what} is no multiple of the {group}'s, {least.size}; {remedy}",
+        )
+    for setting in ("tensor_parallel", "sequence_parallel"):
+        size = getattr(config.reward, setting)
+        yield (
+            size and config.reward.model is None,
+            f"reward.{setting}={size} cuts a reward.model, and none is set; unset it",
+        )
+    for model, setting in (("policy", "fsdp"), ("value", "value")):
+        ranks = config.set_shape(model).sequence
+        yield (
+            ranks > 1 and config.compute.packing == "off",
+            f"{setting}.sequence_parallel={ranks} cuts packed rows, and "
+            "compute.packing=off; leave that unset",
+        )
