@@ -264,8 +264,9 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
-    """Processes per critic rank that run the functions, as many more for async ones; and as many
-    per actor rank for held-out rows, and to run environments."""
+    """Processes per critic rank (of ranks that share rows: of the first) that run the functions, as
+    many more for async ones; and as many per actor rank for held-out rows, and to run
+    environments."""
     timeout: float = 60.0
     """Seconds per row and function. A slower call fails: its process is replaced, or the async call
     is cancelled."""
