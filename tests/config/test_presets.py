@@ -125,7 +125,7 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
     "large/llama3_8b_beside_70b.toml": (
         8,
         {"policy": "8b", "reference": "70b"},
-        {"actor": 66, "critic": 58},
+        {"actor": 65, "critic": 58},
     ),
     "long/r1_distill_1.5b_2gpus.toml": (2, {"policy": "1.5b"}, {"actor": 63}),
     "long/r1_distill_7b_8gpus.toml": (8, {"policy": "7b"}, {"actor": 65}),
