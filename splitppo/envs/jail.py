@@ -1,4 +1,4 @@
-"""Runs a Python program that sees its own empty folder and the interpreter, and nothing else of the
+"""Runs a Python program that sees its own folder and the interpreter, and nothing else of the
 machine. Started by python.py as a script: it imports nothing of this package.
 
     python -I -S jail.py JSON < PROGRAM      (JSON: arguments of `main`)

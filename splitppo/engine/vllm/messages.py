@@ -21,8 +21,8 @@ class Entry:
 
 
 # From a rank to the engine. All ranks of an engine send Hello once, then Load, Verify, Sleep and
-# Wake together: the engine does it when all have asked, and answers each with Done. Begin, Submit
-# and Halt are of one rank alone.
+# Wake together: the engine does it when all have asked, and answers each with Done. Submit and
+# Halt are of one rank alone.
 
 
 @dataclass(frozen=True)
