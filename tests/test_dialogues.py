@@ -16,6 +16,7 @@ from ranks import run_ranks
 from reference_ppo import Row
 from runs import assert_same, figures, main_rank
 from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run
+from tiers import wide
 
 from splitppo.envs import Message
 from splitppo.models.tiny import build_tokenizer
@@ -145,13 +146,15 @@ def listener(game: Path) -> Callable[[Row], Row]:
 @pytest.mark.parametrize(
     ("world", "placement", "window"),
     [
-        (1, {}, 5),
+        wide(1, {}, 5),
         (2, {"placement__actor": 1}, 0),
-        (3, {"placement__actor": 2}, 5),
+        wide(3, {"placement__actor": 2}, 5),
         (4, {"placement__actor": 1}, 5),
-        (2, {"placement__mode": "colocated"}, 0),
+        wide(2, {"placement__mode": "colocated"}, 0),
         (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
-        (3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}, 0),
+        wide(
+            3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}, 0
+        ),
     ],
     ids=["one rank", "1+1", "2+1", "1+3", "colocated", "a set of two", "a set of two, and 1"],
 )
@@ -208,7 +211,7 @@ def opened(run: Path) -> list[Episode]:
     return unpack_rows(tensor_of(packed, torch.int32))
 
 
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", [0, wide(5)])
 def test_neither_workers_nor_delays_nor_stops_change_a_bit(game, tmp_path, window):
     """An engine and micro-batches of one row: which rows come together decides how sums are
     rounded. Under another placement figures are the same but for that."""

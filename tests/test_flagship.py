@@ -18,6 +18,7 @@ import torch
 from devices import gpus
 from ranks import run_ranks
 from reference_ppo import ADAPTERS_ALONE, Hyper, Row, Step, adapt, merged, reference_ppo, windows
+from tiers import wide
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import actor, critic, train
@@ -389,7 +390,7 @@ def test_one_rank_is_the_paper(baseline):
         (2, {"placement__actor": 1, "slow": "critic"}),
         (4, {"placement__actor": 3}),
         (2, {"placement__mode": "colocated"}),
-        (
+        wide(
             3,
             {
                 "placement__actor": 2,
@@ -408,7 +409,7 @@ def test_one_rank_is_the_paper(baseline):
                 "fsdp__shard_size": 2,
             },
         ),
-        (
+        wide(
             3,
             {
                 "placement__actor": 2,
@@ -417,9 +418,12 @@ def test_one_rank_is_the_paper(baseline):
                 "slow": "actor",
             },
         ),
-        (6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
-        (4, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"}),
-        (3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
+        wide(6, {"placement__actor": 4, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}),
+        wide(
+            4,
+            {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"},
+        ),
+        wide(3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
         (
             4,
             {
@@ -431,7 +435,7 @@ def test_one_rank_is_the_paper(baseline):
                 "compute__gather": "mini_batch",
             },
         ),
-        (3, {"placement__actor": 2, "reference__sequence_parallel": 2}),
+        wide(3, {"placement__actor": 2, "reference__sequence_parallel": 2}),
     ],
     ids=lambda value: (
         value if isinstance(value, int) else "-".join(f"{k}={v}" for k, v in value.items())
@@ -487,7 +491,11 @@ def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
     ("actor", "argv", "changes"),
     [
         (2, {"rollout__chunks": 4}, {}),
-        (1, {"rollout__chunks": 2, "reference__offload": ""}, {"aggregate": "seq_mean_token_mean"}),
+        wide(
+            1,
+            {"rollout__chunks": 2, "reference__offload": ""},
+            {"aggregate": "seq_mean_token_mean"},
+        ),
     ],
 )
 def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, changes):
@@ -538,7 +546,7 @@ OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
     [
         (1, {}, 1, {}),
         (3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
-        (
+        wide(
             2,
             {"placement__mode": "colocated", "value__tensor_parallel": 2},
             1,
@@ -645,13 +653,13 @@ FLAGS = {
     ("name", "world", "placement"),
     [
         ("sao", 3, {"placement__actor": 1}),
-        ("pretraining", 3, {"placement__actor": 2}),
+        wide("pretraining", 3, {"placement__actor": 2}),
         ("pretraining", 2, {"placement__mode": "colocated"}),
-        ("ensemble", 3, {"placement__actor": 1}),
+        wide("ensemble", 3, {"placement__actor": 1}),
         ("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
         ("bounded", 3, {"placement__actor": 1}),
-        ("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
-        ("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
+        wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
+        wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
         ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
         ("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
@@ -660,7 +668,16 @@ def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, place
     check_critic(inputs, tmp_path, CRITICS[name], world, placement)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pretraining that ends early",
+        "heads of zeros",
+        wide("all layers frozen"),
+        wide("one response for two models"),
+        wide("a bounded head of zeros"),
+    ],
+)
 def test_other_critics(inputs, tmp_path, name):
     world = 3 if "gather" in OTHERS[name] else 2
     seen, _ = check_critic(inputs, tmp_path, OTHERS[name], world, {"placement__actor": 1})

@@ -80,6 +80,7 @@ def peak(learner: Learner, rollout: Rollout) -> tuple[int, float]:
     return found[0], figures["update_tflop"]
 
 
+@pytest.mark.wide
 def test_a_long_row_among_short_ones_costs_its_tokens():
     """Padded, a tensor of the losses would have 501 x 16,000 numbers: 32 MB, and there are many.
     The model is so narrow that this is more than what it needs itself."""

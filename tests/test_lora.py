@@ -16,6 +16,7 @@ from runs import SMALL, assert_same, figures, main_rank
 from safetensors.torch import load_file
 from test_families import PLAIN, SOME, configured
 from test_flagship import SEED, compare, inputs, parts, reference, run
+from tiers import wide
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -97,11 +98,11 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
     ("world", "kinds", "changes"),
     [
         (2, "policy", {"placement__actor": 1, "policy__lora__targets": " ".join(TARGETS)}),
-        (3, "value", {"placement__actor": 2, "compute__gather": "mini_batch"}),
+        wide(3, "value", {"placement__actor": 2, "compute__gather": "mini_batch"}),
         (2, "policy value", {"placement__actor": 1, "policy__lora__path": "", "slow": "critic"}),
-        (2, "policy value", {**COLOCATED, "policy__offload": "all", "ppo__kl_kind": "k1"}),
+        wide(2, "policy value", {**COLOCATED, "policy__offload": "all", "ppo__kl_kind": "k1"}),
         (1, "policy value", {**SHARED, **COLOCATED}),
-        (
+        wide(
             4,
             "policy value",
             {
@@ -113,8 +114,8 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
                 "compute__activation_checkpointing": "",
             },
         ),
-        (3, "policy value", {"placement__actor": 2, "compute__packing": "on"}),
-        (2, "policy value", {**SHARED, **COLOCATED, "fsdp__sequence_parallel": 2}),
+        wide(3, "policy value", {"placement__actor": 2, "compute__packing": "on"}),
+        wide(2, "policy value", {**SHARED, **COLOCATED, "fsdp__sequence_parallel": 2}),
     ],
     ids=["policy", "value", "from an adapter", "both", "shared", "shared in sets", "2+1", "cut"],
 )
@@ -335,7 +336,7 @@ BOTH = ["--policy.lora.rank=3", "--value.lora.rank=3"]
 ONE_BASE = [*BOTH, "--value.share-base", "--placement.mode=colocated"]
 
 
-@pytest.fixture(scope="module", params=[(2, BOTH), (1, ONE_BASE)], ids=["1+1", "shared"])
+@pytest.fixture(scope="module", params=[wide((2, BOTH)), (1, ONE_BASE)], ids=["1+1", "shared"])
 def finished(request, tmp_path_factory) -> tuple[int, list[str], Path]:
     """A run of four steps, with a checkpoint every other one."""
     world, flags = request.param

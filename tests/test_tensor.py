@@ -11,6 +11,7 @@ import torch
 from episodes import episode
 from ranks import run_ranks, run_threads
 from runs import SMALL, assert_same, figures, main_rank
+from tiers import wide
 from torch import nn
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
@@ -232,7 +233,9 @@ MESHES = {  # what shares layers has each shape twice; what cuts rows, which no 
 
 
 @pytest.mark.parametrize(
-    ("actor", "sizes", "shard_size", "packed", "cases"), MESHES.values(), ids=MESHES
+    ("actor", "sizes", "shard_size", "packed", "cases"),
+    [wide(*MESHES[name]) if name == "2x2" else MESHES[name] for name in MESHES],
+    ids=MESHES,
 )
 def test_sets_are_one_module(folders, actor, sizes, shard_size, packed, cases):
     every = run_ranks(4, ranks, folders, actor, sizes, shard_size, packed, cases)
@@ -291,7 +294,7 @@ def compiled_rank(rank, folder, shape):
     return norms, graphs.frame_count
 
 
-@pytest.mark.parametrize("shape", [TWO, CUT])
+@pytest.mark.parametrize("shape", [wide(TWO), CUT])
 def test_compiled_layers_of_a_set_are_the_same(folders, shape):
     for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True", shape):
         assert norms == pytest.approx(plain_norms, rel=1e-6)
@@ -318,7 +321,7 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("axis", "actors", "critics", "speakers"),
-    [("tensor", 4, 2, [0, 2, 4, 5]), ("sequence", 2, 1, [0, 2])],
+    [wide("tensor", 4, 2, [0, 2, 4, 5]), ("sequence", 2, 1, [0, 2])],
 )
 def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis, actors, critics, speakers):
     """Actor ranks in sets of two and critic ranks without; then one rank; then two of both roles,

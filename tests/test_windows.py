@@ -26,6 +26,7 @@ from test_flagship import (
     run,
     train_rank,
 )
+from tiers import wide
 from transformers import AutoConfig
 
 from splitppo import algo
@@ -90,7 +91,7 @@ def check(
     [
         (3, {"placement__actor": 2}),
         (4, {"placement__actor": 1}),
-        (2, {"placement__mode": "colocated"}),
+        wide(2, {"placement__mode": "colocated"}),
         (
             2,
             {
@@ -100,7 +101,9 @@ def check(
                 "value__offload": "all",
             },
         ),
-        (3, {"placement__actor": 2, "fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}),
+        wide(
+            3, {"placement__actor": 2, "fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}
+        ),
     ],
     ids=["2+1", "1+3", "colocated", "the actor's set with offload", "cut rows"],
 )

@@ -103,11 +103,12 @@ def test_the_examples_are_calls_that_are_answered_so(policy: Path):
 @pytest.mark.ranks
 def test_the_first_ten_steps(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the small model, whose tokens are bytes, rows have more room."""
+    monkeypatch.setattr("prepare_calculator.FILES", {"train.jsonl": 80, "test.jsonl": 4})
     prepare_calculator(tmp_path / "data" / "calculator")
     shutil.copytree(PRESET.parent, tmp_path / "configs" / "calculator")
     monkeypatch.chdir(tmp_path)
     argv = [f"--config={PRESET}", f"--policy.path={policy}", "--run-dir=run", "--steps=10"]
-    argv += ["--rollout.batch-size=8", "--data.validation-rows=4", "--compute.dtype=float32"]
+    argv += ["--rollout.batch-size=4", "--data.validation-rows=4", "--compute.dtype=float32"]
     argv += ["--rollout.max-context=2048"] if policy != REAL else []
     run_ranks(1, main_rank, argv)
     lines = records(tmp_path / "run", "actor")

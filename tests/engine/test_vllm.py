@@ -38,6 +38,7 @@ from test_engine import (
     some_requests,
     stream,
 )
+from tiers import wide
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
@@ -276,7 +277,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "end"])
+@pytest.mark.parametrize("how", ["killed", wide("end")])
 def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: str) -> None:
     command = [sys.executable, "-c", KILLED, how]
     told = subprocess.run(
@@ -751,8 +752,12 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     "adapters",
-    [(), ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base")],
-    ids=["whole", "lora"],
+    [
+        wide((), id="whole"),
+        pytest.param(
+            ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base"), id="lora"
+        ),
+    ],
 )
 def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_behind(
     job: Callable[..., Job], adapters: tuple[str, ...]
@@ -775,6 +780,7 @@ def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_be
 
 
 @pytest.mark.vllm
+@pytest.mark.wide
 def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Job]) -> None:
     """Two actor ranks share an engine, which has a worker for each; none of them can be told to
     end."""
@@ -792,6 +798,7 @@ def test_an_engine_and_its_workers_end_with_a_killed_actor(job: Callable[..., Jo
 
 
 @pytest.mark.vllm
+@pytest.mark.wide
 def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
     stopped = job(2, *LONG, *SHORT, anew=True)
     stopped.train(2)

@@ -16,13 +16,19 @@ TESTS = Path(__file__).parents[1]
 STARTERS = {
     "Popen", "Process", "Torchrun", "check_output", "fresh_process", "run_ranks", "subprocess",
 }  # fmt: skip
-MARKED = {"browser", "campaign", "families", "gpu", "hosts", "slurm", "vllm"}
+MARKED = {"browser", "campaign", "families", "gpu", "hosts", "slurm", "vllm", "wide"}
 WRONG = (
     "{event}: a fast test starts a process; mark it `ranks` (pytest.mark.ranks) or do without "
     "(run_threads in tests/helpers/ranks.py)"
 )
 # the test that runs is a fast one; and what it started
 _guard: dict[str, Any] = {"on": False, "started": []}
+
+
+def wide(*case: Any, id: str | None = None) -> Any:
+    """A case of a parametrized test for the step `wide`: another placement or option of what the
+    cases beside it prove."""
+    return pytest.param(*case, marks=pytest.mark.wide, id=id)
 
 
 def set_tier(item: pytest.Item) -> None:

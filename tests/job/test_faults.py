@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, main_rank, names
+from tiers import wide
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from splitppo import algo, train
@@ -42,7 +43,14 @@ def test_the_injections_are_of_every_kind_and_moment():
     assert {fault.placement for fault in INJECTIONS} == set(faults.PLACEMENTS)
 
 
-@pytest.mark.parametrize("fault", INJECTIONS, ids=lambda fault: str(fault).replace(" ", "_"))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        fault if fault.placement in ("1+1", "2+1", "2+1 with windows") else wide(fault)
+        for fault in INJECTIONS
+    ],
+    ids=lambda fault: str(fault).replace(" ", "_"),
+)
 def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
     wrong, _ = faults.trouble(fault, folder)
     assert not wrong, wrong
@@ -263,6 +271,7 @@ def long_run_rank(rank: int, folder: Path) -> list[tuple[int, int, int, int]]:
     return seen
 
 
+@pytest.mark.wide
 def test_a_long_run_takes_no_more_than_a_short_one(tmp_path):
     """File handles, threads and memory of a rank, the disk's part of a run."""
 

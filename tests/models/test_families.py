@@ -11,6 +11,7 @@ import torch
 from episodes import episode
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from tiers import wide
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -433,7 +434,9 @@ SOME = ("apertus, with buffers", "qwen3.5, hybrid")
 
 
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param(tuple(PLAIN), marks=pytest.mark.families)], ids=["some", "all"]
+    "names",
+    [wide(SOME), pytest.param(tuple(PLAIN), marks=pytest.mark.families)],
+    ids=["some", "all"],
 )
 def test_a_family_trains_alike_split_and_colocated(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = []

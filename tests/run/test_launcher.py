@@ -139,6 +139,7 @@ def test_after_sigterm_the_status_says_that_the_run_can_go_on(tmp_path: Path) ->
     assert not re.search(f"Traceback|{NOISE}", terminal.said), terminal.said
 
 
+@pytest.mark.wide
 def test_a_job_that_may_start_again_does(tmp_path: Path) -> None:
     line = [*TRAIN, "--max-restarts", "1", "--run-dir=run", "--steps=4"]
     terminal = Terminal(line, folder=tmp_path, before=failing)
@@ -166,6 +167,7 @@ def imports_torch(pid: str) -> bool:
     return maps.exists() and "libtorch" in maps.read_text()
 
 
+@pytest.mark.wide
 def test_ranks_that_are_new_interpreters_are_as_quiet(tmp_path: Path) -> None:
     terminal = Terminal([*TRAIN, "--policy.path=./mine"], folder=tmp_path, anew=True)
     assert terminal.wait() == 2

@@ -2,7 +2,6 @@
 the ways that fit."""
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peaks import count_peaks, estimated
 from ranks import run_ranks
 from runs import SMALL, figures, main_rank
+from tiers import wide
 from transformers import FalconConfig, Qwen2Config
 
 from splitppo import train
@@ -50,20 +49,14 @@ BASE += [
 ]
 BASE += ["--data.answer-key=answer", "--reward.function=exact_match", "--ppo.kl-coef=0.1"]
 SETTINGS = {
-    1: {
-        "checkpointing": ["--compute.activation-checkpointing"],
-        "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
-        "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
-        "adapters over one base": (
-            "--policy.lora.rank=8 --value.lora.rank=8 --value.share-base".split()
-        ),
-    },
-    2: {
-        "sharded, whole mini-batches": (
-            "--value.offload=optimizer --compute.gather=mini_batch --compute.micro-batch-tokens=256"
-        ).split(),
-        "split": ["--placement.mode=per_node", "--placement.reference=critic"],
-    },
+    "checkpointing": ["--compute.activation-checkpointing"],
+    "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
+    "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
+    "adapters over one base": "--policy.lora.rank=8 --value.lora.rank=8 --value.share-base".split(),
+    "sharded, whole mini-batches": (
+        "--value.offload=optimizer --compute.gather=mini_batch --compute.micro-batch-tokens=256"
+    ).split(),
+    "split": ["--placement.mode=per_node", "--placement.reference=critic"],
 }
 
 
@@ -86,11 +79,11 @@ def write_inputs(folder: Path) -> list[str]:
     return [f"--{name}={folder / file}" for name, file in named.items()]
 
 
-def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
-    """Setting -> phase -> (bytes counted, bytes estimated) of this rank."""
+def measured_rank(rank: int, world: int, argv: list[str]) -> dict[str, Any]:
+    """Phase -> (bytes counted, bytes estimated) of this rank."""
     if world == 1:
         del os.environ["RANK"]
-    found, resolved = {}, []
+    resolved: list[Resolved] = []
     init = Builder.__init__
 
     def noting(self: Any, given: Any, *args: Any) -> None:
@@ -98,38 +91,36 @@ def measured_rank(rank: int, folder: Path, world: int, flags: list[str]) -> dict
         init(self, given, *args)
 
     setattr(Builder, "__init__", noting)  # noqa: B010
-    for name, extra in SETTINGS[world].items():
-        peaks: dict[str, list[int]] = {}
-        count_peaks(peaks)
-        argv = [*BASE, "--placement.mode=colocated", *flags, *extra, f"--run-dir={folder / name}"]
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = train.main(argv)
-        assert status == 0, said.getvalue()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.unfreeze()
-        gc.collect()
-        due = estimated(resolved[-1])
-        found[name] = {phase: (max(sizes), due[phase]) for phase, sizes in peaks.items()}
-    return found
+    peaks: dict[str, list[int]] = {}
+    count_peaks(peaks)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = train.main(argv)
+    assert status == 0, said.getvalue()
+    due = estimated(resolved[-1])
+    return {phase: (max(sizes), due[phase]) for phase, sizes in peaks.items()}
 
 
-def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path) -> None:
-    """Six settings: the highest phase within a tenth on each rank, and so each update."""
-    flags = write_inputs(tmp_path)
-    for world, settings in SETTINGS.items():
-        for found in run_ranks(
-            world, measured_rank, tmp_path / str(world), world, flags, timeout=600
-        ):
-            assert found.keys() == settings.keys()
-            for name, phases in found.items():
-                most, due = (max(sizes) for sizes in zip(*phases.values(), strict=True))
-                assert due == pytest.approx(most, rel=0.1), f"{name}: {phases}"
-                for phase in (phase for phase in phases if phase.endswith("update")):
-                    assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), (
-                        f"{name} {phase}"
-                    )
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        (1, "adapters over one base"),
+        (2, "sharded, whole mini-batches"),
+        wide(1, "checkpointing"),
+        wide(1, "small micro-batches, packed"),
+        wide(1, "offload"),
+        wide(2, "split"),
+    ],
+)
+def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path, world: int, name: str) -> None:
+    """The highest phase within a tenth on each rank, and so each update."""
+    argv = [*BASE, "--placement.mode=colocated", *write_inputs(tmp_path), *SETTINGS[name]]
+    argv.append(f"--run-dir={tmp_path / 'run'}")
+    for phases in run_ranks(world, measured_rank, world, argv):
+        most, due = (max(sizes) for sizes in zip(*phases.values(), strict=True))
+        assert due == pytest.approx(most, rel=0.1), phases
+        for phase in (phase for phase in phases if phase.endswith("update")):
+            assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), phase
 
 
 def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) -> Resolved:
@@ -419,7 +410,8 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     argv = [
         *SMALL,
         "--placement.mode=colocated",
-        "--checkpoint.every=2",
+        "--steps=2",
+        "--checkpoint.every=1",
         "--rollout.max-prompt-tokens=512",
     ]
     placement = place(parse(argv).placement, world=2, local_world=2)
@@ -430,7 +422,7 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     ample, enough = (memory.highest(run, 0)[0] / memory.USABLE for run in (plain, both))
     folders = [f"--run-dir={tmp_path / name}" for name in ("plain", "offloaded")]
     run_ranks(2, main_rank, [*argv, folders[0]])
-    run_ranks(2, stated_rank, [*argv, folders[1], "--steps=2"], (ample, enough))
+    run_ranks(2, stated_rank, [*argv, folders[1], "--steps=1"], (ample, enough))
     said = capfd.readouterr().out
     assert said.count("--policy.offload optimizer --value.offload all by itself: ") == 1
     models = json.loads((tmp_path / "offloaded/resolved.json").read_text())["models"]

@@ -19,6 +19,7 @@ import torch
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
 from safetensors.torch import load_file
+from tiers import wide
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import train
@@ -615,7 +616,7 @@ def slow_engine_rank(rank: int, argv: list[str]) -> int:
     return main_rank(rank, argv)
 
 
-@pytest.mark.parametrize("placement", ["--placement.actor=2", "--placement.mode=colocated"])
+@pytest.mark.parametrize("placement", ["--placement.actor=2", wide("--placement.mode=colocated")])
 def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
     run_ranks(
         3,

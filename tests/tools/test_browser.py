@@ -461,6 +461,7 @@ def test_a_page_that_follows_its_run_keeps_the_view(show: Opener, tmp_path: Path
     assert page.evaluate("window.mark") == 3, "the run has ended"
 
 
+@pytest.mark.wide
 def test_5000_steps_are_small_and_open_fast(show: Opener, tmp_path: Path):
     run = write_run(tmp_path / "run")
     write_metrics(run, 5000, more=[f"thing{i}/mean" for i in range(45)])

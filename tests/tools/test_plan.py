@@ -323,6 +323,7 @@ class ForkedJob:
         return self.job.wait(min(limit, 300))
 
 
+@pytest.mark.wide
 def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     trainer = "--rollout.batch-size 16 --ppo.mini-batches 2 --ppo.kl-coef 0.1 --seed 3".split()
