@@ -656,7 +656,7 @@ FLAGS = {
         wide("pretraining", 3, {"placement__actor": 2}),
         ("pretraining", 2, {"placement__mode": "colocated"}),
         wide("ensemble", 3, {"placement__actor": 1}),
-        ("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
+        wide("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
         ("bounded", 3, {"placement__actor": 1}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),

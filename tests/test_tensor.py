@@ -294,7 +294,8 @@ def compiled_rank(rank, folder, shape):
     return norms, graphs.frame_count
 
 
-@pytest.mark.parametrize("shape", [wide(TWO), CUT])
+@pytest.mark.wide
+@pytest.mark.parametrize("shape", [TWO, CUT])
 def test_compiled_layers_of_a_set_are_the_same(folders, shape):
     for (plain_norms, norms), graphs in run_ranks(2, compiled_rank, folders / "qwen3_True", shape):
         assert norms == pytest.approx(plain_norms, rel=1e-6)

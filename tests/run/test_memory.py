@@ -412,6 +412,7 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
         "--placement.mode=colocated",
         "--steps=2",
         "--checkpoint.every=1",
+        "--log.validate-every=1",
         "--rollout.max-prompt-tokens=512",
     ]
     placement = place(parse(argv).placement, world=2, local_world=2)
