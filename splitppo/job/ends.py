@@ -130,11 +130,11 @@ class StopSignals:
         dead = None
         # the store may be lost, with the rank or the torchrun that held it
         with suppress(RuntimeError):
-            status.request_stop(number.name)
-        while (
-            number == signal.SIGTERM and not done.is_set() and (dead := status.dead_rank()) is None
-        ):
+            if number != signal.SIGTERM or (dead := status.dead_rank()) is None:
+                status.request_stop(number.name)
+        while number == signal.SIGTERM and not done.is_set() and dead is None:
             time.sleep(0.1)
+            dead = status.dead_rank()
         if dead and not ends_quietly():
             saved = self.runtime.last_checkpoint()
             say(

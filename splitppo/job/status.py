@@ -117,7 +117,6 @@ class Status:
         answers; no rank ends the step before it has the answer (`stopped_by`)."""
         if self.rank == 0:
             if self.store.check(["stop/requested"]):
-                self.job.set("splitppo/stopped", "1")
                 self.store.set("stop/step", str(step))
             # after the answer: the store keeps the order
             self.store.set("stop/answered", str(step))
@@ -142,6 +141,10 @@ class Status:
             if self.store.check(["stop/step"]) and int(self.store.get("stop/step")) <= step
             else None
         )
+
+    def mark_stopped(self) -> None:
+        """The run has ended early, after a whole step: restarted ranks are not to go on."""
+        self.job.set("splitppo/stopped", "1")
 
     def stopped_before_restart(self) -> bool:
         """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a

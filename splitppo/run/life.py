@@ -244,6 +244,7 @@ class Run:
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if stop := self.runtime.status.stopped_by(step):
+                self.runtime.status.mark_stopped()
                 self.stopped = stop if step < self.config.steps else None
                 return
 

@@ -111,6 +111,7 @@ def test_a_signal_that_comes_before_the_ranks_have_joined_stops_the_run_after_a_
 
 
 def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, capsys):
+    """It is no request to stop, after which restarted ranks would not go on."""
     def leave(status: int) -> None:
         raise SystemExit(status)
 
@@ -120,7 +121,7 @@ def test_a_dead_rank_is_reported_with_the_last_good_checkpoint(monkeypatch, caps
         "dead_rank": lambda: "actor rank 1",
         "suspended_ranks": lambda: "actor rank 0 is suspended",
     }
-    runtime: Any = {"status": SimpleNamespace(**status, request_stop=print)}
+    runtime: Any = {"status": SimpleNamespace(**status, request_stop=pytest.fail)}
     runtime |= {"work_done": threading.Event(), "last_checkpoint": lambda: good}
     signals.runtime = cast(Any, SimpleNamespace(**runtime))
     monkeypatch.setattr(os, "_exit", leave)

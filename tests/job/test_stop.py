@@ -62,6 +62,15 @@ def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
         thread.join(20)
     due = [3, "SIGTERM to rank 1"]
     assert saved == {"actor": due, "critic": due}
+    assert both[0].stopped_before_restart()
+
+
+def test_restarted_ranks_go_on_if_the_step_that_was_to_be_the_last_has_not_ended():
+    actor, critic = statuses()
+    critic.request_stop("SIGTERM")
+    actor.answer_stop(3)
+    assert critic.stopped_by(3)
+    assert not actor.stopped_before_restart()
 
 
 def test_a_wait_for_an_answer_that_does_not_come_names_the_rank():
