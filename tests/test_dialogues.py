@@ -147,7 +147,7 @@ def listener(game: Path) -> Callable[[Row], Row]:
     ("world", "placement", "window"),
     [
         wide(1, {}, 5),
-        (2, {"placement__actor": 1}, 0),
+        wide(2, {"placement__actor": 1}, 0),
         wide(3, {"placement__actor": 2}, 5),
         (4, {"placement__actor": 1}, 5),
         wide(2, {"placement__mode": "colocated"}, 0),

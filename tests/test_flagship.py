@@ -654,14 +654,14 @@ FLAGS = {
     [
         ("sao", 3, {"placement__actor": 1}),
         wide("pretraining", 3, {"placement__actor": 2}),
-        ("pretraining", 2, {"placement__mode": "colocated"}),
+        wide("pretraining", 2, {"placement__mode": "colocated"}),
         wide("ensemble", 3, {"placement__actor": 1}),
         wide("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
         ("bounded", 3, {"placement__actor": 1}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
         ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
-        ("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
+        wide("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
 )
 def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, placement):
@@ -672,7 +672,7 @@ def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, place
     "name",
     [
         "pretraining that ends early",
-        "heads of zeros",
+        wide("heads of zeros"),
         wide("all layers frozen"),
         wide("one response for two models"),
         wide("a bounded head of zeros"),

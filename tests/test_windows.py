@@ -90,7 +90,7 @@ def check(
     ("world", "placement"),
     [
         (3, {"placement__actor": 2}),
-        (4, {"placement__actor": 1}),
+        wide(4, {"placement__actor": 1}),
         wide(2, {"placement__mode": "colocated"}),
         (
             2,

@@ -20,7 +20,6 @@ import tyro
 from measured import read_figures
 from ranks import run_ranks
 from runs import main_rank, records
-from tiers import wide
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -337,7 +336,8 @@ printf '%s\\n' "$@" "" >> "$CALLS"
 """
 
 
-@pytest.mark.parametrize("gpus", [4, wide(8)])
+@pytest.mark.wide
+@pytest.mark.parametrize("gpus", [4, 8])
 def test_every_job_of_the_comparison_runs_dry(
     gpus: int, small: dict[str, Path], monkeypatch, tmp_path: Path, capsys
 ):

@@ -359,6 +359,7 @@ def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(
 
 
 @pytest.mark.timeout(50)
+@pytest.mark.wide
 def test_another_child_may_end(stillborn: Process) -> None:
     try:
         stillborn.watched = False
@@ -810,6 +811,7 @@ def test_ctrl_c_ends_all(job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.wide
 def test_ctrl_c_ends_an_engine_that_is_being_built(job: Callable[..., Job]) -> None:
     stopped = job(2, *LONG)
     log = stopped.run_dir / "logs" / "engine_000.log"
@@ -1004,6 +1006,7 @@ def train_rank(rank: int, argv: list[str]) -> int:
 
 
 @pytest.mark.vllm
+@pytest.mark.wide
 def test_vllm_loads_an_exported_policy(tmp_path: Path) -> None:
     skip_without_vllm()
     if GPUS:

@@ -127,6 +127,7 @@ def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
 
 
 @pytest.mark.slurm
+@pytest.mark.wide
 def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_path):
     job = submit(cluster, tmp_path, "--steps=20")
     run = tmp_path / "runs" / f"slurm-{job}"
@@ -158,6 +159,7 @@ def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_pat
         assert figures(run, role) == figures(whole, role)
 
 
+@pytest.mark.wide
 def test_one_machine_without_slurm(tmp_path):
     """The run is told to end through the script, as Slurm would."""
     (tmp_path / "preset.toml").write_text("steps = 500\n")

@@ -244,7 +244,14 @@ def preflown(folder: Path, *more: str) -> None:
     preflight(resolve(config, place(config.placement, world=1, local_world=1), 1, CPU, probe=True))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+# of each kind of layers, heads and positions
+OFTEN = (
+    "llama, tied", "mistral's window", "qwen3", "qwen3.5, hybrid", "gemma3", "glm4", "gpt2",
+    "phi3, longrope within", "falcon", "cohere2", "apertus, with buffers", "olmo2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name if name in OFTEN else wide(name) for name in PLAIN])
 def test_a_family_is_the_librarys_own(name: str, mesh: Any, tmp_path: Path) -> None:
     kind, settings, packs = PLAIN[name]
     written(tmp_path, configured(kind, settings))

@@ -424,6 +424,7 @@ def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
     assert page.locator(".answer").count() == 2
 
 
+@pytest.mark.wide
 def test_a_page_that_follows_its_run_keeps_the_view(show: Opener, tmp_path: Path):
     run = write_run(tmp_path / "run")
     page = show(page_of(run, 7, follow=1))
