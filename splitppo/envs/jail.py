@@ -53,17 +53,20 @@ def new_root(readable: list[str], folder: int) -> None:
     """Makes a root folder that holds what is `readable`, and /tmp for `folder` bytes, and leaves
     the old one."""
     call("mount", "tmpfs", ROOT, "tmpfs", BARE, "size=1m,mode=755")
+    os.mkdir(f"{ROOT}/tmp")
+    # before the others: some of them may be below /tmp
+    call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", BARE, f"size={folder},mode=700")
     for path in (*readable, "/dev/null", "/dev/zero", "/dev/urandom"):
         inside = Path(ROOT + path)
         inside.parent.mkdir(parents=True, exist_ok=True)
         make = Path.mkdir if os.path.isdir(path) else Path.touch
         make(inside)
         call("mount", path, str(inside), None, BIND, None)
-    os.mkdir(f"{ROOT}/tmp")
-    # mount_setattr(2) by its number on every architecture: AT_FDCWD, ..., AT_RECURSIVE
-    read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
-    call("syscall", 442, -100, ROOT, 0x8000, read_only, ctypes.sizeof(read_only))
-    call("mount", "tmpfs", f"{ROOT}/tmp", "tmpfs", BARE, f"size={folder},mode=700")
+    # all with AT_RECURSIVE get MOUNT_ATTR_RDONLY and MOUNT_ATTR_NOSUID; /tmp loses the first
+    for path, flags, attributes in ((ROOT, 0x8000, (1 | 2, 0)), (f"{ROOT}/tmp", 0, (0, 1))):
+        changes = (ctypes.c_uint64 * 4)(*attributes)
+        # mount_setattr(2) by its number on every architecture; AT_FDCWD
+        call("syscall", 442, -100, path, flags, changes, ctypes.sizeof(changes))
     os.chdir(ROOT)
     call("pivot_root", ".", ".")
     call("umount2", ".", 2)  # MNT_DETACH

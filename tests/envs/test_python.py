@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -269,6 +270,18 @@ def test_what_a_program_may():
     for thread in threads:
         thread.join()
     assert sorted(results) == ["0\n", "1\n", "2\n"]
+
+
+@needs_jail
+def test_packages_below_tmp_are_read_and_not_written(monkeypatch: pytest.MonkeyPatch):
+    given = python._interpreter(False)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "mine.py").write_text("print(6 * 7)")
+        wanted = {"readable": [*given["readable"], folder], "path": folder}
+        monkeypatch.setattr(python, "_interpreter", lambda network: wanted)
+        assert run_program("import mine; open('own', 'w').write('1')") == "42\n"
+        assert "Read-only" in run_program("import mine; open(mine.__file__, 'a')")
 
 
 @needs_jail
