@@ -510,6 +510,7 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, change
     compare(seen, reference(inputs, seen, **changes))
 
 
+@pytest.mark.wide
 def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
     """Scores under the rollout, and the critic's update under the next one, are a matter of time
     alone. (Each row is a micro-batch of its own here: which rows come together decides how sums are

@@ -343,6 +343,7 @@ def wait_a_minute(*_: Any) -> None:
 
 @pytest.mark.timeout(50)
 @pytest.mark.ranks
+@pytest.mark.wide
 def test_the_death_of_an_engine_reaches_the_main_thread_wherever_it_is(
     request: pytest.FixtureRequest,
 ) -> None:
@@ -751,14 +752,11 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
 
 
 @pytest.mark.vllm
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "adapters",
-    [
-        wide((), id="whole"),
-        pytest.param(
-            ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base"), id="lora"
-        ),
-    ],
+    [(), ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base")],
+    ids=["whole", "lora"],
 )
 def test_engines_of_ranks_that_share_layers_hold_the_policy_and_leave_nothing_behind(
     job: Callable[..., Job], adapters: tuple[str, ...]

@@ -1,6 +1,7 @@
 """Which tests are fast: those that start no process. It follows from what a test's code and its
 fixtures name; a test that starts one by way of the package carries the mark `ranks` itself."""
 
+import functools
 import multiprocessing.process
 import sys
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def _starts(value: Any, seen: set[Any]) -> bool:
     if not isinstance(value, FunctionType) or value in seen:
         return False
     seen.add(value)
-    if not Path(value.__code__.co_filename).is_relative_to(TESTS):
+    if not _in_tests(value.__code__.co_filename):
         return False
     names = set(_names(value.__code__))
     if names & STARTERS:
@@ -75,7 +76,12 @@ def _of_the_tests(value: Any) -> bool:
     if not isinstance(value, ModuleType):
         value = sys.modules.get(getattr(value, "__module__", None) or "")
     file = getattr(value, "__file__", None)
-    return file is not None and Path(file).is_relative_to(TESTS)
+    return file is not None and _in_tests(file)
+
+
+@functools.cache
+def _in_tests(file: str) -> bool:
+    return Path(file).is_relative_to(TESTS)
 
 
 def _names(code: CodeType) -> Iterator[str]:

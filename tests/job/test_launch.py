@@ -106,6 +106,7 @@ def test_two_nodes_are_as_one(cluster, tmp_path):
 
 
 @pytest.mark.slurm
+@pytest.mark.wide
 def test_a_killed_rank_ends_the_job_on_both_nodes(cluster, tmp_path):
     job = submit(cluster, tmp_path, "--steps=10000")
     run = tmp_path / "runs" / f"slurm-{job}"

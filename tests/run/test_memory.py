@@ -105,7 +105,7 @@ def measured_rank(rank: int, world: int, argv: list[str]) -> dict[str, Any]:
     ("world", "name"),
     [
         (1, "adapters over one base"),
-        (2, "sharded, whole mini-batches"),
+        wide(2, "sharded, whole mini-batches"),
         wide(1, "checkpointing"),
         wide(1, "small micro-batches, packed"),
         wide(1, "offload"),

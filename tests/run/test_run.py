@@ -277,6 +277,7 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     assert texts.count('no value model: ppo.baseline = "group"') == 3
 
 
+@pytest.mark.wide
 def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):
     """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint
     is written."""
