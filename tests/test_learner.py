@@ -11,6 +11,7 @@ import pytest
 import torch
 from episodes import episode
 from ranks import run_ranks
+from tiers import wide
 from torch import nn
 from torch._inductor import list_options
 from torch.nn.functional import scaled_dot_product_attention
@@ -526,7 +527,7 @@ def compiled_rank(rank, folder, backend):
 
 # traced for its backward pass, too, it takes three times as long and gives no other graphs
 @pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.families)]
+    "backend", [wide("eager"), pytest.param("aot_eager", marks=pytest.mark.families)]
 )
 def test_the_warm_up_compiles_all_that_steps_run(folder, backend):
     ((warm, later),) = run_ranks(1, compiled_rank, folder, backend)
