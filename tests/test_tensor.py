@@ -440,8 +440,8 @@ def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, fl
 @pytest.mark.parametrize(
     "shapes",
     [
-        [SetShape(), SetShape(tensor=4)],
-        [TWO, SetShape(tensor=4)],
+        wide([SetShape(), SetShape(tensor=4)]),
+        wide([TWO, SetShape(tensor=4)]),
         [CUT, SetShape(sequence=4)],
         [TWO, SetShape(2, 2)],
     ],

@@ -164,6 +164,7 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
     train_rank(rank, *args)
 
 
+@pytest.mark.wide
 def test_a_window_that_no_row_exceeds_changes_no_bit_if_slots_are_not_refilled(inputs, tmp_path):
     found = []
     for window in (0, 12):

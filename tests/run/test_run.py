@@ -649,6 +649,7 @@ def slow_critic_rank(rank: int, argv: list[str]) -> int:
     return main_rank(rank, argv)
 
 
+@pytest.mark.wide
 def test_logprobs_are_taken_while_the_critic_learns(tmp_path):
     argv = [
         *SMALL,
