@@ -1,6 +1,7 @@
 """What a program of the policy's gets when it tries to leave its jail."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -196,6 +197,16 @@ def left_over(marker: str) -> list[str]:
         if state != "Z" and line.startswith(marker):
             found.append(line)
     return found
+
+
+def test_a_machine_that_allows_a_jail_is_not_refused():
+    """A jail that is broken would leave out the tests below."""
+    if not shutil.which("unshare") or [*map(int, os.uname().release.split(".")[:2])] < [5, 12]:
+        pytest.skip("no unshare, or a kernel without mount_setattr")
+    mounted = ["unshare", "-Urpfmn", "mount", "-t", "tmpfs", "none", "/sys"]
+    if subprocess.run(mounted, check=False).returncode:
+        pytest.skip("the kernel allows no mounts in a namespace of one's own")
+    assert not refusal()
 
 
 @needs_jail

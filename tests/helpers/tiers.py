@@ -26,10 +26,10 @@ WRONG = (
 _guard: dict[str, Any] = {"on": False, "started": []}
 
 
-def wide(*case: Any, id: str | None = None) -> Any:
+def wide(*case: Any) -> Any:
     """A case of a parametrized test for the step `wide`: another placement or option of what the
     cases beside it prove."""
-    return pytest.param(*case, marks=pytest.mark.wide, id=id)
+    return pytest.param(*case, marks=pytest.mark.wide)
 
 
 def set_tier(item: pytest.Item) -> None:
