@@ -612,6 +612,39 @@ def test_the_loss_of_bounded_values_is_a_loop_over_tokens(aggregate: Aggregate):
     assert algo.bounded_values(logits, None) is algo.bounded_logits(logits, None) is logits
 
 
+UNIT = 2.0**-24  # half the distance of float32 numbers near 1
+WRONG = [(0, False), (2, False), (-3, False), (64, True), (-64, True)]  # by so many; teaches
+
+
+@pytest.mark.parametrize(("wrong", "teaches"), WRONG)
+@pytest.mark.parametrize("score", [0.1, 0.7, -1 / 3, 1e-3, 17.3])
+def test_values_that_are_returns_but_for_rounding_teach_nothing(score, wrong, teaches):
+    lengths = [3, 1, 40]
+    returns = torch.full((44,), score)
+    rewards = algo.token_rewards(returns[:3], torch.zeros(44), lengths, kl_coef=0.0)
+    values = (returns * (1 + wrong * UNIT)).requires_grad_()
+    advantages, _ = algo.gae(rewards, values.detach(), lengths, gamma=1.0, lam=1.0)
+    assert bool(advantages.any()) == teaches
+    loss, _ = algo.value_loss(
+        values, values, returns, torch.tensor(lengths), clip=0.2, aggregate="token_mean"
+    )
+    assert bool(gradient(loss, values).any()) == teaches
+
+
+@pytest.mark.parametrize(("wrong", "teaches"), WRONG)
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-30.0, 20.0), (-1.0, 0.9)])
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3])
+def test_bounded_values_that_are_returns_but_for_rounding_teach_nothing(
+    score, bounds, wrong, teaches
+):
+    logits = algo.bounded_logits(torch.full((5,), score), bounds).requires_grad_()
+    returns = torch.full((5,), score + wrong * UNIT * max(map(abs, bounds)))
+    loss, _ = algo.bounded_value_loss(
+        logits, returns, torch.tensor([3, 2]), bounds=bounds, aggregate="token_mean"
+    )
+    assert bool(gradient(loss, logits).any()) == teaches
+
+
 def test_bounded_values_that_are_sure_and_wrong_lose_no_infinity():
     logits = t([-200.0, 200.0]).requires_grad_()
     loss, _ = bounded_value_loss(

@@ -50,6 +50,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
     """Digits are worth more the larger they are: every row gets another score."""
     digits = sum(int(c) for c in solution_str if c.isdigit())
     return {"score": digits / 20 - 0.01 * len(solution_str), "length": len(solution_str)}
+
+
+def alike(data_source, solution_str, ground_truth, extra_info):
+    return 0.7
 '''
 
 
@@ -684,6 +688,17 @@ def test_other_critics(inputs, tmp_path, name):
     seen, _ = check_critic(inputs, tmp_path, OTHERS[name], world, {"placement__actor": 1})
     if "early" in name:
         assert [bool(step) for step in seen["actor"]] == [False, False, True]
+
+
+@pytest.mark.parametrize("bounds", [wide(None), wide((-0.5, 4.0))])
+def test_rewards_that_are_all_alike_teach_nothing(inputs, tmp_path, bounds):
+    options = {"head": "zero", "kl_coef": 0.0, "gamma": 1.0, "entropy_coef": 0.0}
+    if bounds:
+        options |= {"value_range": bounds, "lam_value": 1.0}
+    reward = {"reward__function": f"{inputs / 'reward.py'}:alike"}
+    seen, _ = check_critic(inputs, tmp_path, options, 3, {"placement__actor": 1, **reward})
+    steps = seen["actor"] + seen["critic"]
+    assert {update["grad_norm"] for step in steps for update in step} == {0.0}
 
 
 def check_critic(inputs, tmp_path, options, world, placement):

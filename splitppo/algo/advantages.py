@@ -14,6 +14,7 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
 # nats; a log-ratio is clamped to this on either side before its exponential is taken
 LOG_RATIO = 20.0
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a few operations, relative to their operands
 
 
 def check_shapes(axes: int, **tensors: Tensor) -> None:
@@ -153,8 +154,9 @@ def gae(
 
     `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and
     `lam` lie in [0, 1]; `lam` may be `[B]`, one a row. After a row's last token the value is 0:
-    every row ends there, and there is no bootstrap. Returns are advantages + values, the targets of
-    the value model. Both `[N]`, without gradient.
+    every row ends there, and there is no bootstrap. A residual within float32's rounding of reward
+    and value is 0. Returns are advantages + values, the targets of the value model. Both `[N]`,
+    without gradient.
 
     The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one
     time, the longest rows first: so each time's tokens are neighbours, and nothing is padded.
@@ -163,6 +165,9 @@ def gae(
     ends = sizes.cumsum(0)
     next_value = values.roll(-1).index_fill_(0, (ends - 1)[sizes > 0], 0.0)
     residual = rewards + gamma * next_value - values
+    size = torch.maximum(rewards.abs(), values.abs())
+    # else whitening and AdamW would make full steps of rounding where every reward is alike
+    residual[residual.abs() < ROUNDING * size] = 0.0
     order = sizes.argsort(descending=True, stable=True)
     time = torch.arange(len(values)) - (ends - sizes).repeat_interleave(sizes)
     # rows with a token at each time

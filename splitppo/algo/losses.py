@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from splitppo.algo.advantages import LOG_RATIO, check_shapes, clamp_log_ratio
+from splitppo.algo.advantages import LOG_RATIO, ROUNDING, check_shapes, clamp_log_ratio
 
 Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
@@ -155,6 +155,13 @@ def importance_weights(
     }
 
 
+def _without_rounding(losses: Tensor, errors: Tensor, size: Tensor | float) -> Tensor:
+    """Token losses `[N]` of values that differ from their targets by `errors`. A token has no
+    gradient if its error is within float32's rounding of numbers of this size: AdamW would make
+    full steps of it."""
+    return torch.where(errors.abs() < ROUNDING * size, losses.detach(), losses)
+
+
 def value_loss(
     values: Tensor,
     old_values: Tensor,
@@ -169,7 +176,8 @@ def value_loss(
 
     Tensors are `[N]`, the rows' `lengths` `[B]`.
     A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
-    R)^2)`; `clip=None` leaves the first term. The square is L^VF of Schulman et al. 2017, eq. 9;
+    R)^2)`; `clip=None` leaves the first term. A token whose error v - R is within float32's
+    rounding of R has no gradient. The square is L^VF of Schulman et al. 2017, eq. 9;
     clip and half are those of its code (openai/baselines, ppo2). Gradient flows into `values` only.
     Metrics, detached means over the tokens: `vf_clipfrac` share of tokens whose clipped term is the
     larger loss; `vpred_mean`.
@@ -180,8 +188,10 @@ def value_loss(
     plain = clipped = (values - returns).square()
     if clip is not None:
         clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    losses = 0.5 * torch.maximum(plain, clipped)
+    losses = _without_rounding(losses, values - returns, returns.abs())
     metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": values}, values.dtype)
-    return aggregate_loss(0.5 * torch.maximum(plain, clipped), lengths, aggregate), metrics
+    return aggregate_loss(losses, lengths, aggregate), metrics
 
 
 def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor:
@@ -216,7 +226,8 @@ def bounded_value_loss(
     With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
     `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
     Monte-Carlo returns in [low, high]: of the losses for a probability, this one makes p their
-    mean. Gradient flows into `logits` only. Metrics, as of `value_loss`: `vf_clipfrac`, always 0;
+    mean. Gradient flows into `logits` only, and not where the value is R but for float32's
+    rounding. Metrics, as of `value_loss`: `vf_clipfrac`, always 0;
     `vpred_mean`, of the values.
     """
     check_shapes(1, logits=logits, returns=returns)
@@ -224,10 +235,9 @@ def bounded_value_loss(
     share = (returns.detach() - low) / (high - low)
     # log(1 - sigmoid(x)) is -softplus(x), and log(sigmoid(x)) is x - softplus(x): neither overflows
     losses = torch.nn.functional.softplus(logits) - share * logits
-    figures = {
-        "vf_clipfrac": torch.zeros_like(logits),
-        "vpred_mean": bounded_values(logits, bounds),
-    }
+    values = bounded_values(logits, bounds)
+    losses = _without_rounding(losses, values - returns, max(abs(low), abs(high)))
+    figures = {"vf_clipfrac": torch.zeros_like(logits), "vpred_mean": values}
     return aggregate_loss(losses, lengths, aggregate), _means(figures, logits.dtype)
 
 

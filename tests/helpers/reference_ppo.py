@@ -128,11 +128,18 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     return {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "abs": log_r.abs()}[kind]
 
 
+def rounding(error: Tensor, size: Tensor) -> Tensor:
+    """Where an error is no more than eight roundings of float32 numbers of a size: such tokens have
+    no error, and their values no gradient."""
+    return error.detach().abs() < 8 * 2.0**-23 * size
+
+
 def advantages_of(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """A_t = sum over l >= 0 of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}), with V = 0
     after the end."""
     after = torch.cat([values[1:], values.new_zeros(1)])
     delta = rewards + gamma * after - values
+    delta = torch.where(rounding(delta, torch.maximum(rewards.abs(), values.abs())), 0.0, delta)
     weights = (gamma * lam) ** torch.arange(len(delta), dtype=delta.dtype, device=delta.device)
     return torch.stack([(weights[: len(delta) - t] * delta[t:]).sum() for t in range(len(delta))])
 
@@ -211,13 +218,15 @@ def value_loss(output: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     if h.value_range is not None:  # cross-entropy
         low, high = h.value_range
         p, y = (v - low) / (high - low), (target - low) / (high - low)
-        return -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
+        errors = -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
+        size = torch.full_like(target, max(abs(low), abs(high)))
+        return torch.where(rounding(v - target, size), errors.detach(), errors)
     errors = (v - target) ** 2
     if h.value_clip is not None:
         errors = torch.maximum(
             errors, (old + torch.clip(v - old, -h.value_clip, h.value_clip) - target) ** 2
         )
-    return errors / 2
+    return torch.where(rounding(v - target, target.abs()), 0.0, errors / 2)
 
 
 def learning_rate(number: int, count: int, h: Hyper) -> float:
