@@ -113,6 +113,7 @@ def main(
     # libraries that start a thread for each core would come to the limit
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {"PYTHONPATH": path, "HOME": "/tmp", "LC_ALL": "C.UTF-8", **threads}
+    environment["PYTHONHASHSEED"] = "0"  # sets are printed in the same order each time
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.execve(sys.executable, [sys.executable, "-s", "main.py"], environment)
 

@@ -25,12 +25,14 @@ OUTPUT = 1 << 16  # bytes that a kept process may print in a second
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without torchrun's variables: a child process is no rank of the
-    job."""
-    return {
+    job. Python's sets have the same order in all children: what a user wrote says the same at any
+    rank, and after a resume."""
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in TORCHRUN and not name.startswith(("TORCHELASTIC_", "ROLE_"))
     }
+    return variables | {"PYTHONHASHSEED": "0"}
 
 
 def kill_with_parent(by: int = signal.SIGKILL) -> None:

@@ -47,7 +47,7 @@ class Count:
             found = getattr(self, self.row.get("does", "nothing"))()
             if found is not None:
                 return found
-        said = f"{self.number} {self.rng.random():.3f}"
+        said = f"{self.number} {self.rng.random():.3f} {[*{*'abcdefghij'}]}"
         return Turn([Message("user", said)], self.number, metrics={"at": time.time()})
 
     def close(self):

@@ -271,16 +271,18 @@ def test_what_a_program_may():
         assert run_program("import numpy; print(numpy.arange(4).sum())", seconds=60) == "6\n"
     assert run_program("print(1)\nraise SystemExit(3)") == "1\n\n[exit status 3]"
     # several at once, none in another's way
+    letters = "{*'abcdefghij'}"
     results: list[str] = []
     threads = [
-        threading.Thread(target=lambda n=n: results.append(run_program(f"print({n})")))
+        threading.Thread(target=lambda n=n: results.append(run_program(f"print({n}, {letters})")))
         for n in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(results) == ["0\n", "1\n", "2\n"]
+    assert sorted(result[0] for result in results) == ["0", "1", "2"]
+    assert len({result[1:] for result in results}) == 1, "a set is printed in one order"
 
 
 @needs_jail
