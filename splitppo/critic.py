@@ -15,7 +15,7 @@ from splitppo import algo
 from splitppo.context import Context, learning_metrics
 from splitppo.job.collectives import Group
 from splitppo.learner import Learner, start_at_mean
-from splitppo.models.batching import MicroBatch, dummy_rollout
+from splitppo.models.batching import Fields, MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality, summaries
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
@@ -106,7 +106,9 @@ class Critic:
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
         for value in self.learners:
-            value.warm_up(_outputs, self._objective, fields=1, given=["old", "returns"])
+            value.warm_up(
+                _outputs, self._objective, fields=1, columns=lambda _, zeros: _columns(zeros, zeros)
+            )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -323,9 +325,9 @@ class Critic:
                 [row for row in part if self.context.value_model(row) == model]
                 for part in mini_batches
             ]
-            fields = {"old": values, "returns": found.returns}
+            columns = _columns(values, found.returns)
             figures += learner.update(
-                rows, own, fields, self._objective, step=plan.step, epochs=epochs
+                rows, own, columns, self._objective, step=plan.step, epochs=epochs
             )
         self.pretraining.finish(plan.step, found.metrics.get("critic/vf_explained_var"))
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
@@ -346,25 +348,30 @@ class Critic:
         ]
 
     def _objective(
-        self, model: nn.Module, batch: MicroBatch, fields: dict[str, Tensor]
+        self, model: nn.Module, batch: MicroBatch, columns: Fields
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
         if bounds := self.context.config.value.range:
             return algo.bounded_value_loss(
                 head_outputs(model, batch),
-                fields["returns"],
+                columns["returns"],
                 batch.lengths,
                 bounds=bounds,
                 aggregate=ppo.aggregate,
             )
         return algo.value_loss(
             value_outputs(model, batch),
-            fields["old"],
-            fields["returns"],
+            columns["old"],
+            columns["returns"],
             batch.lengths,
             clip=ppo.value_clip,
             aggregate=ppo.aggregate,
         )
+
+
+def _columns(values: Tensor, returns: Tensor) -> Fields:
+    """What `Critic._objective` reads of each token, `[N]` by name."""
+    return {"old": values, "returns": returns}
 
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:

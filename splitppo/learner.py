@@ -110,17 +110,23 @@ class Learner:
         return learning_rate(step - self.waited, self.steps - self.waited, self.optim)
 
     def warm_up(
-        self, outputs: Outputs, objective: Objective, *, fields: int, given: Sequence[str]
+        self,
+        outputs: Outputs,
+        objective: Objective,
+        *,
+        fields: int,
+        columns: Callable[[Rollout, Tensor], Fields],
     ) -> None:
-        """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`, `given`
-        the names of the fields that the objective needs."""
+        """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`;
+        `columns` gives what the objective needs of a rollout and of zeros `[N]`."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
         self.forward(rollout, outputs, fields=fields)
         batch = self.runner.micro_batch(self.model, rollout.episodes)
+        by_name = columns(rollout, torch.zeros(rollout.tokens))
         loss, _ = objective(
             self.model,
             batch,
-            dict.fromkeys(given, torch.zeros(rollout.tokens, device=self.runner.device)),
+            {name: to_device(column, self.runner.device) for name, column in by_name.items()},
         )
         loss.backward()
         self.optimizer.zero_grad()

@@ -4,7 +4,7 @@ Every rank runs this module, and its rank decides which loop it plays:
 
     actor ranks                                  critic ranks
     plan: who owns which slot                    value.update of the step before still runs here
-    sync: weights into the engine
+    sync: the policy's weights into the engine
     generate; finished rows leave as chunks ---> score(chunk): values, scores
     old and reference log-probs             ---> KL rewards, GAE, whitening over the whole batch
                                             <--- advantages
@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, cast
 
-from splitppo.actor import Actor
 from splitppo.channel import Exchange, Links
 from splitppo.config import Config
 from splitppo.config.cli import as_flags
 from splitppo.critic import Critic, join
+from splitppo.generator import Generator
+from splitppo.policy import Policy
 from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.rollout import Rollout
 from splitppo.run.life import Run
@@ -35,40 +36,40 @@ from splitppo.run.main import run_rank
 from splitppo.workers import IMPORTED
 
 
-def actor_loop(run: Run, actor: Actor, links: Links) -> None:
+def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> None:
     """Generates and sends finished rows, receives advantages, updates the policy."""
     log = run.logs["actor"]
     for step in run.steps():
         with log.span("sync"):
-            actor.sync()
+            generator.load_weights(policy.weights())
         episodes = []
         with log.span("rollout"):
             plan = run.plan(step)
-            actor.move_open_rows(plan)
-            for finished in actor.generate(plan):
+            generator.move_open_rows(plan)
+            for finished in generator.generate(plan):
                 episodes += finished
                 links.rollouts.offer(plan, finished)
-            actor.release_engine()
+            generator.release_engine(trained=policy.trained)
         posted = links.rollouts.flush(plan)
         with log.span("barrier_wait"):
-            actor.group.barrier()
+            generator.group.barrier()
         rollout = Rollout(episodes)
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            metrics = actor.gather_open_rows()
-            logprobs, found = actor.logprobs(rollout)
-            actor.release_reference()
+            logprobs, metrics = policy.logprobs(rollout)
+            policy.release_reference()
+            metrics |= generator.gather_open_rows(rollout)
         with log.span("wait_critic"):
             posted.result()
         with log.span("wait_advantages"):
             links.logprobs.send(plan, rollout, logprobs)
             (advantages,), waits = links.advantages.recv(plan, rollout, fields=1)
         with log.span("update"):
-            metrics |= found | actor.update(plan, rollout, logprobs, advantages, waits=waits)
+            metrics |= policy.update(plan, rollout, logprobs, advantages, waits=waits)
         with log.span("validate"):
-            metrics |= actor.validate(step)
+            metrics |= generator.validate(step, policy.weights())
         with log.span("checkpoint"):
-            run.save("actor", step, actor)
+            run.save("actor", step, generator, policy)
         run.finish("actor", step, metrics)
 
 
@@ -94,72 +95,75 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         with log.span("wait_logprobs"):
             logprobs, _ = links.logprobs.recv(plan, scored.rollout, fields=run.logprob_fields)
         with log.span("advantages"):
-            found = critic.advantages(step, scored, logprobs)
-            links.advantages.send(plan, scored.rollout, [found.advantages], flag=found.waits)
+            estimate = critic.advantages(step, scored, logprobs)
+            links.advantages.send(plan, scored.rollout, [estimate.advantages], flag=estimate.waits)
         with log.span("update"):  # a thread writes the samples, until the step's end
-            run.write_samples(step, partial(critic.samples, step, scored, found))
-            metrics = found.metrics | critic.update(plan, scored, found)
+            run.write_samples(step, partial(critic.samples, step, scored, estimate))
+            metrics = estimate.metrics | critic.update(plan, scored, estimate)
         with log.span("checkpoint"):
             run.save("critic", step, critic)
         run.finish("critic", step, metrics)
 
 
-def colocated_loop(run: Run, actor: Actor, critic: Critic, exchange: Exchange) -> None:
+def colocated_loop(
+    run: Run, generator: Generator, policy: Policy, critic: Critic, exchange: Exchange
+) -> None:
     """The same algorithm on ranks that play both roles, one after the other."""
     log = run.logs["actor"]
     critic_log = run.logs["critic"]
     for step in run.steps():
         with log.span("sync"):
-            actor.sync()
+            generator.load_weights(policy.weights())
         with log.span("rollout"):
             plan = run.plan(step)
-            actor.move_open_rows(plan)
-            rollout = Rollout([row for finished in actor.generate(plan) for row in finished])
-            actor.release_engine()
+            generator.move_open_rows(plan)
+            rollout = Rollout([row for finished in generator.generate(plan) for row in finished])
+            generator.release_engine(trained=policy.trained)
         with log.span("barrier_wait"):
-            theirs = exchange.rollouts(plan, rollout)
+            critic_rollout = exchange.rollouts(plan, rollout)
         with critic_log.span("score"):
-            pending = critic.submit(step, theirs)
+            pending = critic.submit(step, critic_rollout)
         with log.span("barrier_wait"):
             critic.group.barrier()
         with critic_log.span("score"):
-            scored = critic.score(step, theirs, pending)
+            scored = critic.score(step, critic_rollout, pending)
             critic.release_models()
         run.runtime.status.answer_stop(step)
         with log.span("logprobs"):
-            metrics = actor.gather_open_rows()
-            logprobs, noted = actor.logprobs(rollout)
-            actor.release_reference()
+            logprobs, metrics = policy.logprobs(rollout)
+            policy.release_reference()
+            metrics |= generator.gather_open_rows(rollout)
         with critic_log.span("advantages"):
-            given = exchange.logprobs(plan, rollout, scored.rollout, logprobs)
-            found = critic.advantages(step, scored, given)
-            (own,) = exchange.advantages(plan, scored.rollout, rollout, [found.advantages])
-        run.write_samples(step, partial(critic.samples, step, scored, found))
+            critic_logprobs = exchange.logprobs(plan, rollout, critic_rollout, logprobs)
+            estimate = critic.advantages(step, scored, critic_logprobs)
+            advantages = exchange.advantages(plan, critic_rollout, rollout, [estimate.advantages])
+        run.write_samples(step, partial(critic.samples, step, scored, estimate))
         with log.span("update"):
-            metrics |= noted | actor.update(plan, rollout, logprobs, own, waits=found.waits)
+            metrics |= policy.update(plan, rollout, logprobs, *advantages, waits=estimate.waits)
         with critic_log.span("update"):
-            updated = critic.update(plan, scored, found)
+            critic_metrics = estimate.metrics | critic.update(plan, scored, estimate)
         with log.span("validate"):
-            metrics |= actor.validate(step)
+            metrics |= generator.validate(step, policy.weights())
         with log.span("checkpoint"):
-            run.save("actor", step, actor)
+            run.save("actor", step, generator, policy)
             run.save("critic", step, critic)
         run.finish("actor", step, metrics)
-        run.finish("critic", step, found.metrics | updated)
+        run.finish("critic", step, critic_metrics)
 
 
 def train(run: Run) -> None:
     """Plays this rank's part of the run."""
-    actor = run.build.actor() if "actor" in run.runtime.groups else None
-    critic = run.build.critic() if "critic" in run.runtime.groups else None
-    run.begin(actor=actor, critic=critic)
-    if actor and critic:
-        colocated_loop(run, actor, critic, Exchange(run.runtime.groups))
-    elif actor:
-        actor_loop(run, actor, cast(Links, run.links))
+    roles = run.runtime.groups
+    generator, policy = run.build.actor() if "actor" in roles else (None, None)
+    critic = run.build.critic() if "critic" in roles else None
+    run.begin(generator, policy, critic)
+    if generator and policy and critic:
+        colocated_loop(run, generator, policy, critic, Exchange(run.runtime.groups))
+    elif generator and policy:
+        actor_loop(run, generator, policy, cast(Links, run.links))
     elif critic:
         critic_loop(run, critic, cast(Links, run.links))
-    for part in filter(None, (actor, critic)):
+    for part in filter(None, (generator, critic)):
         part.close()
 
 

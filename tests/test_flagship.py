@@ -21,7 +21,8 @@ from reference_ppo import ADAPTERS_ALONE, Hyper, Row, Step, adapt, merged, refer
 from tiers import wide
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from splitppo import actor, critic, train
+from splitppo import critic, policy, train
+from splitppo.generator import Generator
 from splitppo.models.sharding import gather_full
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import StepPlan, own
@@ -114,15 +115,15 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         odd: `cut`: every third row ends by itself, none in step 2, none of the first mini-batch in
             step 3. `far`: some of the engine's log-probs are 30 nats off. `exact`: nothing is off.
     """
-    update, judge, score = actor.Actor.update, critic.Critic.update, critic.Critic.score
-    generate = actor.Actor.generate
+    update, judge, score = policy.Policy.update, critic.Critic.update, critic.Critic.score
+    generate = Generator.generate
 
     def actor_generate(self: Any, plan: StepPlan) -> Any:
         """Rows of an engine that is a little off."""
         first, *_ = plan.mini_batches
         cut = {2: range(BATCH), 3: first}.get(plan.step, ()) if odd == "cut" else ()
         far = {0: -30.0, 2: 30.0} if odd == "far" else {}
-        actor.MISMATCH = {torch.float32: (99.0, 99.0)} if far else actor.MISMATCH
+        policy.MISMATCH = {torch.float32: (99.0, 99.0)} if far else policy.MISMATCH
         for finished in generate(self, plan):
             for s in finished if odd != "exact" else ():
                 off = [
@@ -156,9 +157,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         time.sleep(0.3 if slow == "actor" else 0)
         metrics = update(self, plan, rollout, *tensors, waits=waits)
         weights = {
-            name: weight.cpu().clone() for name, weight in self.policy.weights(torch.float32)
+            name: weight.cpu().clone() for name, weight in self.learner.weights(torch.float32)
         }
-        held = parts(self.policy)
+        held = parts(self.learner)
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "policy.pt")
             torch.save(held, record / "policy_parts.pt")
@@ -188,8 +189,8 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         return score(self, step, rollout, pending)
 
     for owner, name, wrapper in (
-        (actor.Actor, "generate", actor_generate),
-        (actor.Actor, "update", actor_update),
+        (Generator, "generate", actor_generate),
+        (policy.Policy, "update", actor_update),
         (critic.Critic, "update", critic_update),
         (critic.Critic, "score", critic_score),
     ):

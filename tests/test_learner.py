@@ -389,11 +389,10 @@ def save_rank(rank, world, folder, target):
 
 def load_rank(rank, world, folder, target):
     learner, runtime = make_learner(folder, "policy", world, rank)
-    kept: list[Any] = []
-    load(
-        [learner], checkpoint.step_folder(target, 1) / "actor", kept.append, runtime.saving["actor"]
-    )
-    assert kept == [{"kept": [1.5]}]
+    states: list[Any] = []
+    part = checkpoint.step_folder(target, 1) / "actor"
+    load([learner], part, [states.append], runtime.saving["actor"])
+    assert states == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
@@ -468,7 +467,9 @@ def warm_rank(rank, folder):
         passes.append(batch.inputs["input_ids"].numel())
         return policy_objective(model, batch, given)
 
-    learner.warm_up(outputs, objective, fields=2, given=["old", "advantages"])
+    learner.warm_up(
+        outputs, objective, fields=2, columns=lambda _, zeros: {"old": zeros, "advantages": zeros}
+    )
     after = full_weights(learner)
     return passes, all(torch.equal(before[name], after[name]) for name in before)
 
@@ -516,7 +517,7 @@ def compiled_rank(rank, folder, backend):
     def run(model, batch):
         return outputs(model, batch, entropy=True)
 
-    learner.warm_up(run, objective, fields=2, given=[])
+    learner.warm_up(run, objective, fields=2, columns=lambda *_: {})
     warm = graphs.frame_count
     for rows in (range(2), range(3, BATCH), range(5)):
         rollout = Rollout(samples(rows))

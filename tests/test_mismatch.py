@@ -11,9 +11,9 @@ import torch
 from ranks import run_ranks
 
 from splitppo import train
-from splitppo.actor import MISMATCH, Actor
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
+from splitppo.policy import MISMATCH, Policy
 
 
 def compare(
@@ -25,12 +25,12 @@ def compare(
     check_finite: Callable[[], object] = bool,
     **rollout: Any,
 ) -> Any:
-    of: Any = Actor.__new__(Actor)
+    of: Any = Policy.__new__(Policy)
     settings = {"top_p": 1.0, "top_k": 0, **rollout}
     of.context = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(**settings)))
     of.group = SimpleNamespace(all_sum=lambda sums: sums.double(), is_first=rank == 0)
-    of.policy = SimpleNamespace(check_finite=check_finite)
-    of.engine_dtype, of.compared = dtype, False
+    of.learner = SimpleNamespace(check_finite=check_finite)
+    of.dtype, of.compared = dtype, False
     of._compare(torch.tensor(engine), torch.tensor(trainer))
     return of
 
@@ -95,11 +95,11 @@ def other_weights_rank(rank: int, argv: list[str]) -> tuple[int, list[Any]]:
             ),
         )
 
-    def noted(self: Actor, *args: Any) -> None:
+    def noted(self: Policy, *args: Any) -> None:
         seen.append(args)
         compare(self, *args)
 
-    kind: Any = Actor
+    kind: Any = Policy
     compare = kind._compare
     HFEngine.load_weights, kind._compare = other, noted
     return train.main(argv), [len(sampled) for sampled, _ in seen]

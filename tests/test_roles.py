@@ -14,13 +14,14 @@ from episodes import episode
 from ranks import run_threads
 
 from splitppo import algo
-from splitppo.actor import Actor
 from splitppo.config.cli import parse
 from splitppo.context import Context, learning_metrics
 from splitppo.critic import Critic, ScoredRows
 from splitppo.errors import UserError
+from splitppo.generator import Generator
 from splitppo.job.collectives import Group
 from splitppo.placement import own
+from splitppo.policy import Policy
 from splitppo.rewards.scorer import Failure, count_failures
 from splitppo.rollout import End, Prompt, Rollout
 from splitppo.run.life import Run
@@ -222,22 +223,20 @@ def act_rank(group: Group) -> tuple:
     ]
     given: list[Any] = []
 
-    def update(rollout: Rollout, mini_batches: Any, fields: dict, *_: Any, **__: Any) -> list:
+    def optimize(rollout: Rollout, mini_batches: Any, fields: dict, *_: Any, **__: Any) -> list:
         given.append((mini_batches, sorted(fields), fields["weights"].tolist()))
         return steps[: len(given)]
 
-    policy: Any = SimpleNamespace(
+    learner: Any = SimpleNamespace(
         runner=runner,
         updates=0,
         waited=0,
         check_finite=check_finite,
-        update=update,
+        update=optimize,
         forward=forward,
     )
-    policy.weights, policy.learning_rate = (
-        lambda dtype: f"{policy.updates} in {dtype}",
-        lambda step: step / 100,
-    )
+    learner.weights = lambda dtype: f"{learner.updates} in {dtype}"
+    learner.learning_rate = lambda step: step / 100
     reference: Any = SimpleNamespace(
         logprobs=lambda _: packed(REF, rank), release_memory=lambda: None
     )
@@ -251,48 +250,41 @@ def act_rank(group: Group) -> tuple:
     )
     plans = [replace(owned, step=step, mini_batches=((0, 1, 2, 3),)) for step in range(4)]
     sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
-    actor = Actor(
-        context,
-        policy,
-        cast(Any, max),
-        reference,
-        cast(Any, engine),
-        sampler,
-        engine_dtype=torch.bfloat16,
-        validator=validator,
-    )
-    rollout, actor.compared = rollout_of(rank), True  # what is given is no engine's
-    actor.sync()  # neither engine has weights
-    actor.sync()
-    policy.updates = 1 if rank else 0
-    actor.sync()  # for both, as one is stale
-    bad, policy.updates = [1], 2
+    policy = Policy(context, learner, cast(Any, max), reference, dtype=torch.bfloat16)
+    generator = Generator(context, group, cast(Any, engine), sampler, validator)
+    rollout, policy.compared = rollout_of(rank), True  # what is given is no engine's
+    generator.load_weights(policy.weights())  # neither engine has weights
+    generator.load_weights(policy.weights())
+    learner.updates = 1 if rank else 0
+    generator.load_weights(policy.weights())  # for both, as one is stale
+    bad, learner.updates = [1], 2
     with pytest.raises(FloatingPointError):
-        actor.sync()
+        generator.load_weights(policy.weights())
     calls, bad[:] = list(engine.calls), []
-    noted = actor.gather_open_rows()
-    logprobs, found = actor.logprobs(rollout)
-    noted |= found
+    logprobs, metrics = policy.logprobs(rollout)
+    metrics |= generator.gather_open_rows(rollout)
     sent = packed(OLD, rank)
-    # that the policy waits is said to one rank alone
-    told = [
-        noted | actor.update(plans[step], rollout, logprobs, sent, waits=step == 1 and rank == 1)
-        for step in (1, 2)
-    ]
-    trained = [actor.trained]
-    told.append(noted | actor.update(plans[3], rollout, logprobs, sent, waits=False))
-    trained.append(actor.trained)
-    best = [actor.validate(step) for step in (0, 1, 2, 3)]
-    kept, bests = json.loads(json.dumps(actor.state())), []
-    for named in (*actor.validated_on, "other prompts"):
+
+    def update(step: int) -> dict[str, Any]:
+        # that the policy waits is said to one rank alone
+        waits = step == 1 and rank == 1
+        return metrics | policy.update(plans[step], rollout, logprobs, sent, waits=waits)
+
+    told = [update(1), update(2)]
+    trained = [policy.trained]
+    told.append(update(3))
+    trained.append(policy.trained)
+    best = [generator.validate(step, policy.weights()) for step in (0, 1, 2, 3)]
+    kept, bests = json.loads(json.dumps(generator.state())), []
+    for named in (*generator.validated_on, "other prompts"):
         state = kept | {"validated_on": named}
-        actor.load_state(state)
-        bests.append(actor.best)
+        generator.load_state(state)
+        bests.append(generator.best)
     assert bests == [(0.5, 2), (0.5, 2), None]
     return calls, told, given, trained, best
 
 
-def test_what_the_actor_tells_and_hands_on():
+def test_what_policy_and_generator_tell_and_hand_on():
     for rank, (calls, told, given, trained, best) in enumerate(run_threads(2, act_rank)):
         # no weights go to an engine that has them, and none that are not finite
         assert calls == ["0 in torch.bfloat16", f"{rank} in torch.bfloat16"]

@@ -8,13 +8,12 @@ from splitppo import train
 
 ACTOR = [
     "run.plan",
-    "actor.move_open_rows",
-    "actor.generate",
-    "actor.release_engine",
-    "actor.gather_open_rows",
-    "actor.logprobs",
-    "actor.release_reference",
-    "actor.update",
+    "generator.move_open_rows",
+    "generator.generate",
+    "generator.release_engine",
+    "policy.logprobs",
+    "policy.release_reference",
+    "policy.update",
 ]
 CRITIC = ["run.plan", "critic.score", "critic.release_models", "critic.advantages", "critic.update"]
 
@@ -23,14 +22,14 @@ def calls(loop: str) -> list[str]:
     """The verbs of a step, in order."""
     every = MagicMock()
     every.run.steps.return_value = [1]
-    every.actor.generate.return_value = iter([[]])
-    every.actor.logprobs.return_value = ["old"], {}
+    every.generator.generate.return_value = iter([[]])
+    every.policy.logprobs.return_value = ["old"], {}
     every.links.chunks, every.links.rollouts.recv.return_value = 2, []
     every.links.advantages.recv.return_value = ["advantages"], False
     every.links.logprobs.recv.return_value = ["old"], False
     every.exchange.advantages.return_value = ["advantages"]
-    given = {"actor_loop": ["actor", "links"], "critic_loop": ["critic", "links"]}
-    given["colocated_loop"] = ["actor", "critic", "exchange"]
+    given = {"actor_loop": ["generator", "policy", "links"], "critic_loop": ["critic", "links"]}
+    given["colocated_loop"] = ["generator", "policy", "critic", "exchange"]
     getattr(train, loop)(every.run, *(getattr(every, name) for name in given[loop]))
     return [name for name, _, _ in every.mock_calls]
 

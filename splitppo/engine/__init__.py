@@ -3,7 +3,7 @@ submitted."""
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,15 @@ from splitppo.models.names import ties_of
 from splitppo.rollout import End
 
 TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns without a piece
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights as they are now. `version`: grows with each of its updates. `stream`: what
+    `RolloutEngine.load_weights` takes; all ranks of the model's group must call and consume it."""
+
+    version: int
+    stream: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)

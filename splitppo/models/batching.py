@@ -1,5 +1,6 @@
 """Rows as inputs of a forward pass, and the cutting of rows into micro-batches."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitppo.models.sequence import SequenceSet
-from splitppo.rollout import Episode, Rollout, episode_of
+from splitppo.rollout import IDS, LOGPROBS, Episode, Rollout, Segment
 
 Fields = dict[str, Tensor]  # packed per-token tensors `[N]` by name
 MiniBatches = Sequence[Sequence[int]]  # the rows of each mini-batch
@@ -157,4 +158,6 @@ def partition(
 def dummy_rollout(tokens: int = 4096) -> Rollout:
     """Rows to compile with, of at least this many tokens. No dimension of a model has their sizes:
     the compiler would take a dimension of the same size to be the same dimension."""
-    return Rollout(episode_of(row, [0] * 7, [0] * 99) for row in range(-(-tokens // 106) | 1))
+    response = Segment(array(IDS, [0] * 99), array(LOGPROBS, [0.0] * 99))
+    rows = range(-(-tokens // 106) | 1)
+    return Rollout(Episode(row, array(IDS, [0] * 7), (response,), "eos") for row in rows)

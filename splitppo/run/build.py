@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from splitppo import data
-from splitppo.actor import Actor
 from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
@@ -21,6 +20,7 @@ from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
 from splitppo.envs.player import Player, players_of, turns_of
 from splitppo.errors import say
+from splitppo.generator import Generator
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
@@ -29,6 +29,7 @@ from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Role
+from splitppo.policy import Policy
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
@@ -92,29 +93,24 @@ class Builder:
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
 
-    def actor(self) -> Actor:
+    def actor(self) -> tuple[Generator, Policy]:
         """Policy, reference, engine. vLLM is built in a process of its own meanwhile;
         `connect_engine` waits for it."""
         runner = self._runner("actor")
         engine = self._engine()
         self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
-            policy = self._learner("policy", runner)
-            actor = Actor(
-                self.context,
-                policy,
-                self.outputs,
-                self._reference("actor", runner, policy),
-                engine,
-                self.sampler,
-                engine_dtype=self.resolved.dtype,
-                validator=self._validator(engine, runner, held_out),
+            learner = self._learner("policy", runner)
+            reference = self._reference("actor", runner, learner)
+            policy = Policy(
+                self.context, learner, self.outputs, reference, dtype=self.resolved.dtype
             )
-            self._warm_up(actor)
+            validator = self._validator(engine, runner, held_out)
+            self._warm_up(policy)
         except BaseException:
             engine.close()
             raise
-        return actor
+        return Generator(self.context, runner.group, engine, self.sampler, validator), policy
 
     def _engine(self) -> RolloutEngine:
         """This rank's engine. Begins to build a vLLM engine on the rank that has its process."""
@@ -181,12 +177,12 @@ class Builder:
             threads=max(1, (os.cpu_count() or 1) // launch.local_world),
         )
 
-    def connect_engine(self, actor: Actor) -> None:
-        """Waits until the actor's engine is ready. Whatever takes time and needs no engine should
-        come before."""
+    def connect_engine(self, generator: Generator) -> None:
+        """Waits until the engine is ready. Whatever takes time and needs no engine should come
+        before."""
         self._begin_phase("starting the engine")
-        line = actor.engine.connect()
-        if actor.group.is_first:
+        line = generator.engine.connect()
+        if generator.group.is_first:
             say(f"engine: {line}")
 
     def critic(self) -> Critic:
@@ -223,10 +219,10 @@ class Builder:
         rollout = self.config.rollout
         return Links(wire, runtime.placement, group, chunks=rollout.messages, window=rollout.window)
 
-    def _warm_up(self, column: Actor | Critic) -> None:
+    def _warm_up(self, part: Policy | Critic) -> None:
         if self.resolved.compiled:
             self._begin_phase("compiling")
-            column.warm_up()
+            part.warm_up()
 
     def _runner(self, role: Role) -> Runner:
         return Runner(

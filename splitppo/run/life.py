@@ -12,16 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from splitppo.actor import Actor
 from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
+from splitppo.generator import Generator
 from splitppo.job.launch import LAUNCHER
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import ROLES, Role, StepPlan, data_parallel, own
+from splitppo.policy import Policy
 from splitppo.run import checkpoint, checks, files, lock, memory, notices, screen, sources
 from splitppo.run.build import Builder
 from splitppo.run.folder import (
@@ -37,6 +38,7 @@ from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
 from splitppo.sampler import Sampler
 
+Part = Generator | Policy | Critic  # what has a state of its own in a checkpoint
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
@@ -189,24 +191,26 @@ class Run:
         if runtime.launch.rank == 0:
             say(screen.opening(resolved, self.folder, self.start, *prompts))
 
-    def begin(self, *, actor: Actor | None = None, critic: Critic | None = None) -> None:
+    def begin(
+        self, generator: Generator | None, policy: Policy | None, critic: Critic | None
+    ) -> None:
         """Loads the checkpoint, if any, waits for the engine, begins the logs and trackers;
         validates before the first step."""
         self.links = self.build.links() if len(self.runtime.groups) == 1 else None
         settings = self.config.checkpoint
         prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
-        for role, holder in zip(ROLES, (actor, critic), strict=True):
-            if holder:
-                group = self.runtime.saving[role]
-                self.savers[role] = Saver(
-                    holder.learners, role, self.folder, group, committed=prune
-                )
-                if settings.every:
-                    self.savers[role].allocate()
-                if self.resumed:
-                    load(holder.learners, self.resumed / role, holder.load_state, group)
-        if actor:
-            self.build.connect_engine(actor)
+        parts: dict[Role, list[Any]] = {"actor": [policy, generator], "critic": [critic]}
+        for role in self.runtime.groups:
+            learners = parts[role][0].learners
+            group = self.runtime.saving[role]
+            self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
+            if settings.every:
+                self.savers[role].allocate()
+            if self.resumed:
+                states = [part.load_state for part in parts[role]]
+                load(learners, self.resumed / role, states, group)
+        if generator:
+            self.build.connect_engine(generator)
         silent = notices.silent(self.build.resolved)
         for role, group in self.runtime.groups.items():
             self.logs[role] = ColumnLog(
@@ -222,9 +226,9 @@ class Run:
         self.trackers = Trackers(
             self.config, self.folder, self.start, active=self.runtime.launch.rank == 0
         )
-        if actor and not self.resumed:
+        if generator and policy and not self.resumed:
             with self.logs["actor"].span("validate"):
-                metrics = actor.validate(0)
+                metrics = generator.validate(0, policy.weights())
             if metrics:
                 self.logs["actor"].finish(0, metrics)
             for log in self.logs.values():
@@ -248,9 +252,9 @@ class Run:
                 self.stopped = stop if step < self.config.steps else None
                 return
 
-    def save(self, role: Role, step: int, holder: Actor | Critic) -> None:
+    def save(self, role: Role, step: int, *parts: Part) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends
-        or stops here."""
+        or stops here. `parts`: those that have a state beside the learners."""
         settings = self.config.checkpoint
         due = (
             (settings.every > 0 and step % settings.every == 0)
@@ -258,7 +262,8 @@ class Run:
             or self.runtime.status.stopped_by(step)
         )
         if due:
-            self.savers[role].begin(step, holder.state())
+            state = {name: value for part in parts for name, value in part.state().items()}
+            self.savers[role].begin(step, state)
 
     def finish(self, role: Role, step: int, metrics: dict[str, Any]) -> None:
         """Ends a step: writes its metrics, then lets its checkpoint count, so that a resumed run

@@ -49,18 +49,20 @@ def tensors_of(learners: Sequence[Learner]) -> Tensors:
 def load(
     learners: Sequence[Learner],
     part: Path,
-    set_state: Callable[[dict[str, Any]], object],
+    set_states: Sequence[Callable[[dict[str, Any]], object]],
     group: Any,
 ) -> None:
     """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it.
-    `set_state` gets the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises UserError if
-    the part is damaged, or of other models."""
+    Each of `set_states` gets the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises
+    UserError if the part is damaged, or of other models."""
     read_tensors(tensors_of(learners), part, process_group=group)
     for learner in learners:
         learner.release_memory()
         learner.updates = step_of(part.parent)
     read_file(
-        part / "state.json", lambda text: set_state(json.loads(text)), f"remove {part.parent}"
+        part / "state.json",
+        lambda text: [set_state(json.loads(text)) for set_state in set_states],
+        f"remove {part.parent}",
     )
 
 

@@ -185,7 +185,7 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
     """Runs in a process of its own, or under torchrun; the first rank prints a line of JSON."""
     from peaks import estimated
 
-    from splitppo import actor, train
+    from splitppo import policy, train
     from splitppo.engine import Piece, hf
     from splitppo.run import memory
     from splitppo.run.build import Builder
@@ -226,7 +226,7 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
     setattr(hf.HFEngine, "_load", emptying)  # noqa: B010
     setattr(memory, "out_of_memory", out_of_memory)  # noqa: B010
     # made up rows are not the policy's
-    actor.MISMATCH.update(dict.fromkeys(actor.MISMATCH, (99.0, 99.0)))
+    policy.MISMATCH.update(dict.fromkeys(policy.MISMATCH, (99.0, 99.0)))
     run = folder.parent / "runs" / case.name.replace(" ", "_")
     status = train.main([*flags_of(case, folder, device), f"--run-dir={run}"])
     if rank == 0 and (status == 0 or "died" in kept):

@@ -29,16 +29,18 @@ from runs import assert_same, figures
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from splitppo import train
-from splitppo.actor import Actor
 from splitppo.config import OF_VALUES
 from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.critic import Critic
 from splitppo.errors import UserError
+from splitppo.generator import Generator
 from splitppo.job.ends import RESUMABLE
 from splitppo.models.tiny import build_tokenizer, model_config
 from splitppo.placement import ROLES, StepPlan, check_sets, place
+from splitppo.policy import Policy
 from splitppo.run import checkpoint
+from splitppo.run.life import Run
 
 STEPS, LIMIT, CRASHED = 4, 120, 9
 FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpoint.every=1
@@ -121,10 +123,10 @@ FREE = [
     ["fsdp.shard-size=1", "fsdp.shard-size=2"],
 ]
 MOMENTS = {
-    "rollout": Actor.generate,
+    "rollout": Generator.generate,
     "score": Critic.submit,
     "gae": Critic.advantages,
-    "update": Actor.update,
+    "update": Policy.update,
 }
 SCORE = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -234,8 +236,7 @@ def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> in
     screen = os.open(folder / "screen.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
-    for owner in (Actor, Critic):
-        save_when_closed(owner, folder / f"{owner.__name__}.pt")
+    save_in_the_end(folder)
     if case and case.rank == rank:
         former = MOMENTS[case.moment]
 
@@ -244,25 +245,32 @@ def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> in
                 os._exit(CRASHED) if case.stop == "crash" else os.kill(os.getpid(), signal.SIGTERM)
             return former(self, step, *args, **kwargs)
 
-        setattr(
-            Actor if former.__qualname__.startswith("Actor") else Critic, former.__name__, ended
-        )
+        owner, _, name = former.__qualname__.partition(".")
+        setattr(globals()[owner], name, ended)
     return train.main(argv)
 
 
-def save_when_closed(owner: Any, path: Path) -> None:
-    close = owner.close
+def save_in_the_end(folder: Path) -> None:
+    begin = Run.begin
+    end = Run.end
+    parts: list[Any] = []
 
-    def closed(self: Any) -> None:
-        held = [
-            {name: w.clone() for name, w in learner.weights(torch.float32)}
-            for learner in self.learners
-        ]
-        if self.group.is_first:
-            torch.save(held, path)
-        close(self)
+    def begun(self: Run, generator: Any, policy: Any, critic: Any) -> None:
+        parts.extend(part for part in (policy, critic) if part)
+        begin(self, generator, policy, critic)
 
-    owner.close = closed
+    def ended(self: Run) -> None:
+        for part in parts:
+            held = [
+                {name: w.clone() for name, w in learner.weights(torch.float32)}
+                for learner in part.learners
+            ]
+            if part.group.is_first:
+                torch.save(held, folder / f"{type(part).__name__}.pt")
+        end(self)
+
+    Run.begin = begun
+    Run.end = ended
 
 
 def play(case: Case, paths: dict[str, str], folder: Path) -> None:
@@ -303,7 +311,7 @@ def compare(first: Path, second: Path) -> None:
         ]
         due, got = (list(numbers(json.loads(path.read_text()))) for path in states)
         assert got == pytest.approx(due, rel=1e-4, abs=1e-5), f"{role}/state.json"
-    for name in ("Actor.pt", "Critic.pt"):
+    for name in ("Policy.pt", "Critic.pt"):
         for due, got in zip(*(torch.load(path / name) for path in (first, second)), strict=True):
             for weight, value in due.items():
                 torch.testing.assert_close(

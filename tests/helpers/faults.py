@@ -35,12 +35,13 @@ import torch
 from runs import Torchrun
 
 from splitppo import train
-from splitppo.actor import Actor
 from splitppo.critic import Critic
+from splitppo.generator import Generator
 from splitppo.job.ends import RESUMABLE
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
 from splitppo.placement import StepPlan
+from splitppo.policy import Policy
 from splitppo.run import checkpoint
 from splitppo.run import saver as saving
 from splitppo.run.metrics import ColumnLog
@@ -222,20 +223,20 @@ def inject(fault: Fault) -> None:
 
     Learner.__init__ = noted  # type: ignore[method-assign]
     updates = {
-        "logprobs": lambda self, *_: self.policy.updates + 1,
+        "logprobs": lambda self, *_: self.learner.updates + 1,
         "gae": lambda self, *_: self.learners[0].updates + 1,
     }
     if fault.moment == "rollout":
-        generate = Actor.generate
+        generate = Generator.generate
 
-        def broken(self: Actor, plan: StepPlan) -> Any:
+        def broken(self: Generator, plan: StepPlan) -> Any:
             for number, finished in enumerate(generate(self, plan)):
                 if number == 1:
                     now(plan.step)
                 yield finished
             now(plan.step)
 
-        Actor.generate = broken  # type: ignore[method-assign]
+        Generator.generate = broken  # type: ignore[method-assign]
     elif fault.moment == "exchange":
         before(Wire, "send", lambda self, hop, *_: hop.step)
         before(Wire, "recv", lambda self, hop, *_: hop.step)
@@ -244,7 +245,7 @@ def inject(fault: Fault) -> None:
     elif fault.moment == "copy":
         before(Wire, "_copy", lambda self, hop, *_: hop.step)
     elif fault.moment == "logprobs":
-        before(Actor, "logprobs", updates["logprobs"])
+        before(Policy, "logprobs", updates["logprobs"])
     elif fault.moment == "gae":
         before(Critic, "advantages", updates["gae"])
     elif fault.moment == "update":

@@ -11,15 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from splitppo.actor import Actor
 from splitppo.critic import Critic
 from splitppo.models.offload import Offloaded
+from splitppo.policy import Policy
 from splitppo.run import memory
 from splitppo.run.resolve import Resolved
 
 VERBS = {
-    "actor logprobs": (Actor, "logprobs"),
-    "actor update": (Actor, "update"),
+    "actor logprobs": (Policy, "logprobs"),
+    "actor update": (Policy, "update"),
     "critic update": (Critic, "update"),
 }
 VERBS |= {"critic score": (Critic, "score")}

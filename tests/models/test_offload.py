@@ -86,10 +86,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
         sizes.append(on_device(model))
         if kind == "resumed":
             saver.load(
-                [learner],
-                folder / "checkpoints/step_000002/actor",
-                lambda _: None,
-                runtime.saving["actor"],
+                [learner], folder / "checkpoints/step_000002/actor", [], runtime.saving["actor"]
             )
             sizes.append(on_device(model))
         for number in steps:

@@ -23,7 +23,6 @@ from tiers import wide
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import train
-from splitppo.actor import Actor
 from splitppo.channel import RolloutLink
 from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
@@ -35,6 +34,7 @@ from splitppo.job.wire import Hop, Wire
 from splitppo.models.build import build, read_config
 from splitppo.models.weights import fill
 from splitppo.placement import Placement, Role, StepPlan
+from splitppo.policy import Policy
 from splitppo.rollout import Episode, Rollout
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
@@ -635,17 +635,17 @@ def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
 
 def slow_critic_rank(rank: int, argv: list[str]) -> int:
     """The critic learns for two seconds; log-probs take half a second."""
-    update, logprobs = Critic.update, Actor.logprobs
+    update, logprobs = Critic.update, Policy.logprobs
 
     def learning(self: Critic, *given: Any, **named: Any) -> dict[str, Any]:
         time.sleep(2)
         return update(self, *given, **named)
 
-    def reading(self: Actor, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def reading(self: Policy, rollout: Rollout) -> tuple[list[torch.Tensor], dict[str, Any]]:
         time.sleep(0.5)
         return logprobs(self, rollout)
 
-    Critic.update, Actor.logprobs = learning, reading
+    Critic.update, Policy.logprobs = learning, reading
     return main_rank(rank, argv)
 
 
