@@ -1,0 +1,129 @@
+"""The study of critics, tests/gpu/critic_block.py: its data, extra baselines, intervals."""
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from critic_arms import deviation_baseline, digits_baseline
+from critic_block import (
+    HELD_OUT,
+    Block,
+    Job,
+    best_rate,
+    difference,
+    estimate,
+    holm,
+    mean_of_curve,
+    student_limit,
+    verdict,
+    write_sums,
+)
+
+from splitppo.rollout import Rollout
+
+
+def sums_of(file: Path) -> list[tuple[frozenset[int], str]]:
+    lines = map(json.loads, file.read_text().splitlines())
+    return [
+        (frozenset(map(int, re.findall(r"\d+", line["prompt"]))), line["data_source"])
+        for line in lines
+    ]
+
+
+def test_no_sum_is_trained_on_and_held_out_in_either_order(tmp_path: Path) -> None:
+    write_sums(tmp_path)
+    held_out = sums_of(tmp_path / "held_out.jsonl")
+    assert {pair for pair, _ in held_out}.isdisjoint(
+        pair for pair, _ in sums_of(tmp_path / "training.jsonl")
+    )
+    assert len({pair for pair, _ in held_out}) == sum(HELD_OUT.values())
+    counts = {count: [of for _, of in held_out].count(f"addition_{count}") for count in HELD_OUT}
+    assert counts == HELD_OUT
+
+
+def critic_of(sources: list[str], samples: int) -> Any:
+    context = SimpleNamespace(
+        prompt=lambda row: SimpleNamespace(data_source=sources[row]),
+        config=SimpleNamespace(rollout=SimpleNamespace(batch_size=len(sources), samples=samples)),
+    )
+    return SimpleNamespace(context=context)
+
+
+def test_baselines_by_hand() -> None:
+    rollout = cast(Rollout, SimpleNamespace(rows=[0, 1, 2, 3], lengths=[1, 2, 1, 3]))
+    returns = torch.tensor([1.0, 0, 0, 0, 1, 1, 1])  # of the rows: 1, 0, 0, 1
+    found = digits_baseline(critic_of(["a", "b", "b", "b"], 1), rollout, returns)
+    third = 1 / 3
+    assert found.tolist() == pytest.approx([1, third, third, third, third, third, third])
+    found = deviation_baseline(critic_of(["a"] * 4, 4), rollout, returns)
+    # mean 1/2, deviation sqrt(4 * 1/4 / 3)
+    z = 0.5 / (third**0.5 + 1e-6)
+    assert (returns - found).tolist() == pytest.approx([z, -z, -z, -z, z, z, z])
+    alike = deviation_baseline(critic_of(["a"] * 4, 4), rollout, torch.ones(7))
+    assert alike.tolist() == [1.0] * 7
+
+
+def test_intervals_are_those_of_the_tables() -> None:
+    assert student_limit(9) == pytest.approx(2.2622, abs=1e-4)
+    assert student_limit(1) == pytest.approx(12.706, abs=1e-2)
+    result = estimate([1.0, 2.0, 3.0])  # deviation 1
+    assert (result.mean, result.half) == pytest.approx((2, 4.3027 / 3**0.5), abs=1e-3)
+    paired = difference({1: 1.0, 2: 3.0, 3: 9.0}, {1: 0.5, 2: 2.0}, paired=True)
+    assert (paired.mean, paired.n) == (0.75, 2)
+    # Welch: errors 1/2 and 1/6, so 4/9 a mean of squares; freedom by hand
+    welch = difference({1: 1.0, 2: 2.0}, {3: 0.0, 4: 0.5, 5: 1.0}, paired=False)
+    error = (0.5 / 2 + 0.25 / 3) ** 0.5
+    freedom = error**4 / (0.25**2 / 1 + (0.25 / 3) ** 2 / 2)
+    assert welch.half == pytest.approx(student_limit(freedom) * error)
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_the_verdict_follows_the_plan() -> None:
+    for mean, half, said in (
+        (0.03, 0.02, "first better"),
+        (-0.03, 0.02, "second better"),
+        (0.01, 0.005, "first better, but within 0.02"),
+        (0.005, 0.01, "as good, within 0.02"),
+        (0.005, 0.03, "not decided"),
+    ):
+        assert verdict(SimpleNamespace(mean=mean, half=half)) == said  # type: ignore
+
+
+def test_a_mean_by_trapezoids_ends_inside_a_piece() -> None:
+    points = [(0.0, 0.0), (10.0, 1.0), (20.0, 1.0)]
+    assert mean_of_curve(points, 20) == pytest.approx(0.75)
+    assert mean_of_curve(points, 5) == pytest.approx(0.25)
+
+
+def line(arm: str, rate: str, seed: int, score: float) -> dict[str, Any]:
+    held_out = [[0, score], [2, score]]
+    return {"arm": arm, "rate": rate, "seed": seed, "held_out": held_out}
+
+
+def test_fresh_seeds_wait_for_the_rates_and_a_failed_run_ends_no_other(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        arms=["V1", "V1old"], rates=["1e-5", "2e-5"], rate_seeds=[1], seeds=[11]
+    )
+    block = Block(tmp_path, options, [], time.time() + 1000)
+    assert [job.name for job in block.jobs()] == ["V1_1e-5_1", "V1_2e-5_1"]
+    block.done["V1_2e-5_1"] = line("V1", "2e-5", 1, 0.5)
+    block.failures["V1_1e-5_1"] = 1
+    assert block.next() == Job("V1", "1e-5", 1)  # tried once more
+    block.failures["V1_1e-5_1"] = 2
+    names = [job.name for job in block.jobs()]
+    assert names[2:] == ["V1_2e-5_11", "V1old_2e-5_11"]
+    assert block.next() == Job("V1", "2e-5", 11)
+    block.seconds = [2000.0]
+    assert block.next() is None  # it could not end in time
+
+
+def test_the_best_rate_is_of_the_mean_over_seeds() -> None:
+    runs = [line("V1", "1e-5", 1, 0.6), line("V1", "1e-5", 2, 0.2), line("V1", "2e-5", 1, 0.5)]
+    assert best_rate(runs) == "2e-5"
+    assert best_rate([]) is None
