@@ -233,8 +233,10 @@ class EnvConfig:
     """Functions that the policy may call: `path/to/file.py:name`, with type hints and a docstring,
     `calculator`, or `python`."""
     call_format: str = "auto"
-    """How the policy writes a call: `hermes`, `llama`, `mistral`, or a regular expression with a
-    group for the call's JSON. `auto`: as the tokenizer or its chat template has it."""
+    """How the policy writes a call: `hermes`, `llama`, `mistral`, `mistral_args`, `qwen_xml`,
+    `glm`, `deepseek`, `kimi`, `minimax`, `harmony`, or a regular expression whose group is the
+    call's JSON, or with the groups `name` and `arguments`. `auto`: what reads the calls that the
+    chat template writes."""
     format_reward: float = 0.0
     """Reward of the first turn of a row whose calls all parse."""
     network: bool = False

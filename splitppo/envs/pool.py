@@ -13,7 +13,7 @@ from typing import Any
 from splitppo.config import EnvConfig
 from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
-from splitppo.envs.tools import ToolEnv, load_tools
+from splitppo.envs.tools import ToolEnv, load_tools, tool_schemas
 from splitppo.errors import UserError, one_line
 from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
@@ -22,13 +22,16 @@ BUILT_IN = {"guess": Guess}  # that `env.path` may name
 MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may have of its own
 
 
-def load(env: EnvConfig) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
-    """What makes a row's environment, and whether its steps are async. Raises UserError if there is
-    no such class or tool, its import fails, or it lacks a method."""
+def load(
+    env: EnvConfig, schemas: Sequence[dict[str, Any]] = ()
+) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
+    """What makes a row's environment, and whether its steps are async. `schemas` are those of its
+    tools, or none. Raises UserError if there is no such class or tool, its import fails, or it
+    lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
         return (
-            lambda row, seed: ToolEnv(tools, env.format_reward),
+            lambda row, seed: ToolEnv(tools, env.format_reward, schemas),
             any(map(is_async, tools.values())),
         )
     found = BUILT_IN.get(env.path) or find_in_file(
@@ -63,10 +66,12 @@ class EnvPool(Pool):
 
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
         named = (env.path,) if env.path else env.tools
+        # here: workers do without transformers
+        schemas = tool_schemas(load_tools(env.tools, network=env.network))
         super().__init__(
             Work(
-                partial(Envs, env), "env", f"the environment's {', '.join(named)}", env.timeout,
-                load(env)[1], memory,
+                partial(Envs, env, schemas), "env", f"the environment's {', '.join(named)}",
+                env.timeout, load(env, schemas)[1], memory,
             ),
             workers,
         )  # fmt: skip
@@ -135,8 +140,8 @@ class Envs:
     What is left is closed when the process ends by itself.
     """
 
-    def __init__(self, env: EnvConfig):
-        self.make, _ = load(env)
+    def __init__(self, env: EnvConfig, schemas: Sequence[dict[str, Any]] = ()):
+        self.make, _ = load(env, schemas)
         self.held: dict[int, Any] = {}  # the environments
         atexit.register(self._close)
 

@@ -6,46 +6,32 @@ The rank has the tokenizer, so it makes the schemas and reads the calls in what 
 (`call_reader`). The worker has the functions, so it checks the arguments and runs them (`ToolEnv`).
 """
 
-import ast
 import asyncio
 import json
-import math
-import operator
-import re
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from splitppo.envs import NO_ID, Call, Message, Turn
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from splitppo.envs import Call, Message, Turn
+from splitppo.envs.calculator import calculator
+from splitppo.envs.calls import (
+    FORMATS,
+    PROBE_SCHEMA,
+    CallReader,
+    Written,
+    reads_all,
+    template_reader,
+    text_reader,
+    validator,
+)
 from splitppo.envs.python import python_tool
 from splitppo.errors import UserError, one_line
 from splitppo.workers import awaited, find_in_file, is_async
 
 Tool = Callable[..., Any]
-# reads a turn: the ids of the row so far, and those that were sampled then
-CallReader = Callable[[Sequence[int], Sequence[int]], Message]
-# How models write a call: what their chat template holds, and the call. Its group is JSON, one call
-# or a list. The first is also that of the instructions for models whose template knows no tools.
-FORMATS = {
-    "hermes": ("<tool_call>", r"<tool_call>(.*?)(?:</tool_call>|\Z)"),  # Qwen's, too
-    "llama": ("<|python_tag|>", r"(?:\A\s*(?=\{)|<\|python_tag\|>)(.*)"),  # Llama 3
-    "mistral": ("[TOOL_CALLS]", r"\[TOOL_CALLS\](.*)"),
-}
-LONGEST = 1000  # characters of an expression for the calculator
-BITS = 4096  # of its largest number
-
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
 
 
 def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool]:
@@ -77,6 +63,8 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
     for name, tool in tools.items():
         try:
             schemas.append(get_json_schema(tool))
+            # some hints have types that JSON does not have, as pictures
+            Draft202012Validator.check_schema(schemas[-1]["function"]["parameters"])
         except Exception as error:  # transformers has several errors of its own
             raise UserError(
                 f"env.tools: {name} has no schema ({one_line(str(error))}); give each parameter a "
@@ -88,9 +76,8 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 def instructions(schemas: Sequence[Mapping[str, Any]], call_format: str = "auto") -> str:
     """What tells a model about the tools whose chat template does not read `tools`. How to write a
     call of another format is the user's to say (`data.system`)."""
-    text = "\n".join(
-        ["You may call these functions:", *(json.dumps(schema["function"]) for schema in schemas)]
-    )
+    functions = (json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
+    text = "\n".join(["You may call these functions:", *functions])
     if call_format not in ("auto", "hermes"):
         return text
     return (
@@ -100,72 +87,44 @@ def instructions(schemas: Sequence[Mapping[str, Any]], call_format: str = "auto"
 
 
 def call_reader(
-    tokenizer: Any, schemas: Sequence[dict[str, Any]], call_format: str = "auto"
+    tokenizer: Any,
+    schemas: Sequence[dict[str, Any]],
+    call_format: str = "auto",
+    written: Sequence[Written] | None = None,
 ) -> CallReader:
-    """What reads an assistant's message and its calls from what was sampled.
+    """What reads an assistant's message and its calls from what was sampled. Calls in thoughts are
+    none.
 
-    With a tokenizer that has a response template, `tokenizer.parse_response` reads it; else
-    `call_format` does: a name of `FORMATS`, a regular expression whose first group is the JSON of a
-    call; `auto` is the format that the chat template names, else the first. A regular expression
-    goes before the response template. Raises UserError if it is none.
+    Args:
+        schemas: of the tools.
+        call_format: a name of `FORMATS`, or a regular expression with such groups. `auto`: what
+            reads `written`, the tokenizer's response template, if it has one, or one of `FORMATS`.
+        written: as the chat template writes calls (`written_calls`); None: it writes none.
+
+    Raises UserError if there are tools and `written` is not read, or the expression can't be used.
     """
-    marked = (name for name, (mark, _) in FORMATS.items() if mark in str(tokenizer.chat_template))
-    chosen = next(marked, "hermes") if call_format == "auto" else call_format
-    by_template = call_format == "auto" and getattr(tokenizer, "response_template", None)
-    try:
-        pattern = re.compile(FORMATS.get(chosen, ("", chosen))[1], re.DOTALL)
-    except re.error as error:
+    names = FORMATS if call_format == "auto" else [call_format]
+    known = [*schemas, PROBE_SCHEMA]
+    readers = [text_reader(tokenizer, known, *FORMATS.get(name, (name, ""))) for name in names]
+    if call_format == "auto" and getattr(tokenizer, "response_template", None):
+        readers.insert(0, template_reader(tokenizer, known))
+    chosen = next((read for read in readers if reads_all(read, tokenizer, written or ())), None)
+    remedy = (
+        f"use {', '.join(FORMATS)}, or a regular expression whose groups are the JSON of a call, "
+        "or its `name` and `arguments`"
+    )
+    # environments without tools may do without calls
+    if not chosen and schemas and written:
         raise UserError(
-            f"env.call_format={chosen} is no regular expression ({error}); "
-            f"use auto, {', '.join(FORMATS)} or one with a group for the JSON of a call"
-        ) from error
-    if not pattern.groups:
+            f"env.call_format={call_format} does not read calls as the chat template writes them "
+            f"({one_line(written[1][1][0][1])[:120]!r}); {remedy}"
+        )
+    if call_format == "auto" and schemas and written == []:
         raise UserError(
-            f"env.call_format={chosen} has no group; put the JSON of a call into brackets"
+            "env.call_format=auto: the chat template reads tools, but does not show how a call is "
+            f"written; {remedy}"
         )
-
-    def read(before: Sequence[int], sampled: Sequence[int]) -> Message:
-        shown = tokenizer.decode(sampled, skip_special_tokens=True)
-        if not by_template:
-            matches = pattern.finditer(tokenizer.decode(sampled, skip_special_tokens=False))
-            calls = (call for match in matches for call in _calls((match[1] or "").strip()))
-            return Message("assistant", shown, tuple(calls))
-        try:
-            parsed = tokenizer.parse_response(list(sampled), prefix=list(before), tools=schemas)
-        except ValueError as error:
-            return Message("assistant", shown, (Call("", error=one_line(str(error))[:200]),))
-        return Message(
-            "assistant",
-            str(parsed.get("content") or ""),
-            tuple(map(_call, parsed.get("tool_calls") or ())),
-        )
-
-    return read
-
-
-def _calls(text: str) -> list[Call]:
-    """The calls in a text that begins with their JSON: one call or a list."""
-    found: list[Call] = []
-    while not found or text.startswith(("{", "[")):
-        try:
-            value, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError) as error:
-            return [*found, Call("", error=f"the call is no JSON: {error}")]
-        found += map(_call, value if isinstance(value, list) else [value])
-        # what follows may be more calls (Llama's semicolon), or the end of the turn
-        text = text[end:].lstrip("; \n")
-    return found
-
-
-def _call(value: Any) -> Call:
-    """A call from its JSON: `name`, and `arguments` or `parameters`, an object or its text."""
-    try:
-        given = value.get("function", value)
-        arguments = given.get("arguments", given.get("parameters", {}))
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return Call(str(given["name"]), {**found}, str(value.get("id") or NO_ID))
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return Call("", error='a call is {"name": "...", "arguments": {...}} in JSON')
+    return chosen or readers[0]
 
 
 class ToolEnv:
@@ -175,11 +134,22 @@ class ToolEnv:
     An error of a call (its text, name or arguments, or what the function raises) is an answer that
     the policy can read. `format_reward` is for the first turn of the row whose calls all parse:
     once, or calling would pay without end.
+
+    Args:
+        schemas: of the tools; transformers makes them if they are left out.
     """
 
-    def __init__(self, tools: Mapping[str, Tool], format_reward: float = 0.0):
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        format_reward: float = 0.0,
+        schemas: Sequence[Mapping[str, Any]] = (),
+    ):
         self.tools = tools
         self.format_reward = format_reward
+        self._schemas = {
+            schema["function"]["name"]: schema for schema in schemas or tool_schemas(tools)
+        }
 
     async def step(self, message: Message) -> Turn:
         calls = message.tool_calls
@@ -207,55 +177,14 @@ class ToolEnv:
             if call.name not in self.tools:
                 raise ValueError(f"no function {call.name!r}; there are {', '.join(self.tools)}")
             tool = self.tools[call.name]
-            for name, value in call.arguments.items():
-                kind = typing.get_type_hints(tool).get(name)
-                # what JSON may hold for a float; to Python, true is an integer
-                fits = type(value) is kind or (kind is float and type(value) is int)
-                if kind in (int, float, str, bool, list, dict) and not fits:
-                    raise TypeError(f"{name} must be {kind.__name__}, not {json.dumps(value)[:80]}")
+            errors = validator(self._schemas[call.name]).iter_errors(call.arguments)
+            if error := best_match(errors):
+                raise TypeError(f"{error.message} (at {error.json_path})")
             # plain functions in a thread: a process may run other rows meanwhile
             run = tool if is_async(tool) else partial(asyncio.to_thread, tool)
             result = await awaited(run(**call.arguments))
+            if not isinstance(result, str):
+                result = json.dumps(result, default=str, ensure_ascii=False)
         except Exception as error:  # also of the user's function, by what the policy gave it
             return f"error: {type(error).__name__}: {one_line(str(error))[:300]}"
-        return result if isinstance(result, str) else json.dumps(result, default=str)
-
-
-def calculator(expression: str) -> str:
-    """Evaluates an arithmetic expression.
-
-    Args:
-        expression: numbers, brackets and the operators + - * / // % **, for example "(3 + 4) * 5".
-
-    Returns:
-        The result.
-    """
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has more than {LONGEST} characters")
-    try:
-        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no arithmetic expression") from error
-    value = _value(tree.body)
-    # a quotient without a remainder as people write it
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
-
-
-def _value(node: ast.expr) -> int | float:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            value = number
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            value = _OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            first = _value(left)
-            second = _value(right)
-            # before the power is worked out
-            if isinstance(op, ast.Pow) and math.log2(abs(first) + 1) * abs(second) > BITS:
-                raise ValueError(f"the power has more than {BITS} bits")
-            value = _OPERATORS[type(op)](first, second)
-        case _:
-            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; use + - * / // % **")
-    if isinstance(value, complex) or abs(value) >= 1 << BITS:
-        raise ValueError("the result is no real number, or too large")
-    return value
+        return result

@@ -13,6 +13,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from splitppo.envs import ROLES, Message
+from splitppo.envs.calls import written_calls
 from splitppo.envs.tools import call_reader, instructions
 from splitppo.errors import UserError, one_line
 
@@ -49,7 +50,6 @@ class Turns:
     ):
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
-        self.spoken = call_reader(tokenizer, tools, call_format)
         self.instructions = ""
         self._takes_system = False
         self.notes: list[str] = []
@@ -68,6 +68,13 @@ class Turns:
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
+        written = None
+        if not self.instructions:
+            written = written_calls(self._render) if tokenizer.chat_template else None
+        elif call_format in ("auto", "hermes"):
+            call_format = "hermes"
+            written = written_calls(self._render, instructed=True)
+        self.spoken = call_reader(tokenizer, tools, call_format, written)
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(

@@ -10,43 +10,27 @@ from prepare_calculator import FILES, prepare_calculator
 from product import product
 from ranks import run_ranks
 from runs import main_rank, records
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from templates import CHATML, tokenizer_of_bytes
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from splitppo.config.cli import parse
 from splitppo.envs import Message
 from splitppo.envs.player import turns_of
 from splitppo.envs.tools import ToolEnv, load_tools
-from splitppo.models.tiny import EOS, PAD
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs" / "calculator" / "calculator.toml"
-REAL = ROOT / "models" / "smollm2-135m-instruct"
-# SmolLM2's own, with its default system message left out
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real model if it is there, else a small one whose tokens are bytes."""
-    if (REAL / "model.safetensors").is_file():
-        return REAL
+    """A small one whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("policy")
-    ids = {token: i for i, token in enumerate((PAD, EOS, *sorted(ByteLevel.alphabet())))}
-    backend = Tokenizer(BPE(vocab=ids, merges=[]))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS)
-    tokenizer.chat_template = CHAT
+    tokenizer = tokenizer_of_bytes(CHATML)
     config = LlamaConfig(
-        vocab_size=len(ids), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=ids[EOS],
-        pad_token_id=ids[PAD],
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -101,18 +85,18 @@ def test_the_examples_are_calls_that_are_answered_so(policy: Path):
 
 
 @pytest.mark.ranks
-def test_the_first_ten_steps(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With the small model, whose tokens are bytes, rows have more room."""
+def test_the_first_steps(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tokens are bytes, so that rows need more room."""
     monkeypatch.setattr("prepare_calculator.FILES", {"train.jsonl": 80, "test.jsonl": 4})
     prepare_calculator(tmp_path / "data" / "calculator")
     shutil.copytree(PRESET.parent, tmp_path / "configs" / "calculator")
     monkeypatch.chdir(tmp_path)
-    argv = [f"--config={PRESET}", f"--policy.path={policy}", "--run-dir=run", "--steps=10"]
+    argv = [f"--config={PRESET}", f"--policy.path={policy}", "--run-dir=run", "--steps=2"]
     argv += ["--rollout.batch-size=4", "--data.validation-rows=4", "--compute.dtype=float32"]
-    argv += ["--rollout.max-context=2048"] if policy != REAL else []
+    argv += ["--rollout.max-context=2048", "--log.validate-every=2"]
     run_ranks(1, main_rank, argv)
     lines = records(tmp_path / "run", "actor")
-    assert [line["step"] for line in lines if line["step"]] == [*range(1, 11)]
-    told = [line["val/right/mean"] for line in lines if "val/score/mean" in line]
-    assert len(told) == 2
+    assert [line["step"] for line in lines if line["step"]] == [1, 2]
+    right = [line["val/right/mean"] for line in lines if "val/score/mean" in line]
+    assert len(right) == 2
     assert all(line["critic/score/mean"] >= 0 for line in records(tmp_path / "run", "critic"))

@@ -5,8 +5,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
+
+from splitppo.models.tiny import EOS, PAD
 
 # In the manner of ChatML, Llama 3, Qwen 3, Gemma and Mistral: which roles they know, what they
 # trim, what stands behind the end of a turn, where the tools are said.
@@ -17,7 +20,9 @@ CHATML = (
 LLAMA = (
     "{{ bos_token }}{% if tools %}<|header|>system<|/header|>\n\nTools: {{ tools | tojson }}<|eot|>"
     "{% endif %}{% for m in messages %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}"
-    "<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "<|/header|>\n\n{{ m.content | trim }}{% for c in m.tool_calls or [] %}"
+    "{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}{% endfor %}"
+    "<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
 )
 QWEN = (
@@ -32,6 +37,9 @@ QWEN = (
     "{% if i == 0 or messages[i - 1].role != 'tool' %}<|im_start|>user{% endif %}"
     "\n<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[i + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif m.tool_calls %}<|im_start|>assistant\n{% for c in m.tool_calls %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>\n"
+    "{% endfor %}<|im_end|>\n"
     "{% elif m.role == 'assistant' and '</think>' in m.content and i < ns.last %}"
     "<|im_start|>assistant\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -53,6 +61,8 @@ MISTRAL = (
     "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
     "{% endif %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}]</s>"
     "{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
     "{% else %}{{ raise_exception('Only user, assistant and tool roles are supported') }}"
     "{% endif %}{% endfor %}"
@@ -85,5 +95,16 @@ def tokenizer_of(template: str | None, end: str) -> Any:
         tokenizer_object=backend, bos_token="<s>", eos_token=AddedToken(end, special=True),
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tokenizer_of_bytes(template: str | None) -> Any:
+    """One token for each byte, so for every text."""
+    ids = {token: i for i, token in enumerate((PAD, EOS, *sorted(ByteLevel.alphabet())))}
+    backend = Tokenizer(BPE(vocab=ids, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS)
     tokenizer.chat_template = template
     return tokenizer
