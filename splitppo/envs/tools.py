@@ -67,8 +67,8 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
             Draft202012Validator.check_schema(schemas[-1]["function"]["parameters"])
         except Exception as error:  # transformers has several errors of its own
             raise UserError(
-                f"env.tools: {name} has no schema ({one_line(str(error))[:200]}); give each parameter a "
-                "type hint, and a line under `Args:` in the docstring"
+                f"env.tools: {name} has no schema ({one_line(str(error))[:200]}); give each "
+                "parameter a type hint, and a line under `Args:` in the docstring"
             ) from error
     return schemas
 
