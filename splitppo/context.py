@@ -111,7 +111,7 @@ class Context:
         """The rows of each mini-batch that the losses are over; the last arguments are those of
         `StepPlan.slots`."""
         masked = self.config.ppo.mask_truncated
-        rows = [e.row for e in rollout.episodes if not (masked and e.end in ("limit", "failed"))]
+        rows = [e.row for e in rollout.episodes if not (masked and e.is_unfinished)]
         return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
 
 

@@ -30,9 +30,9 @@ from splitppo.rollout import Rollout, digest
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """What `Critic.score` found: values `[N]` of each value model, raw scores `[B]`, the rewards'
-    further figures by name, (row, failure of its reward). `ref`: the reference's log-probs `[N]`,
-    if the critic group holds it."""
+    """What `Critic.score` found: values `[N]` of each value model, raw scores `[B]`, further
+    figures of rows by name (those of reward functions begin with `reward/`), (row, failure of its
+    reward). `ref`: the reference's log-probs `[N]`, if the critic group holds it."""
 
     rollout: Rollout
     by_model: list[Tensor]
@@ -141,7 +141,7 @@ class Critic:
         results = self.group.of_first(pending)
         for result in results:
             for name, figure in result.figures.items():
-                extra.setdefault(name, []).append(figure)
+                extra.setdefault(f"reward/{name}", []).append(figure)
         failures += [
             (row, failure)
             for row, one in zip(rollout.rows, results, strict=True)
@@ -201,7 +201,6 @@ class Critic:
         if self.learners and self.context.config.has_env:
             figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
-        # the trainer's own figures win over a reward's of the same name
         metrics = summaries(extra | figures, self.group)
         if deviation:  # of an ensemble's values
             metrics["critic/values/deviation"] = float(deviation[0].mean)

@@ -98,6 +98,12 @@ class Episode:
         """Whether the row was cut at a limit."""
         return self.end == "limit"
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether nothing that the policy said ended the row, a limit or its environment's failure
+        did: `ppo.mask_truncated` leaves such rows out of the losses."""
+        return self.end in ("limit", "failed")
+
     @cached_property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """(version, tokens) of each segment that was sampled."""

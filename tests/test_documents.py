@@ -48,8 +48,9 @@ NOT_RUN = re.compile(
 METRICS = "actor|critic|val|perf|timing_s|window|env|(?:response|prompt)_length"
 OPEN = re.compile(r"[A-Z*]|\.\.\.")
 KEYS = {
-    *(f"critic/KEY/{part}" for part in ("...", "mean", "min", "max")), "critic/NAME/KEY/...",
-    "critic/NAME/score/...", "critic/acc/...", "val/KEY/mean", "val/right/mean", "env/NAME/mean",
+    *(f"critic/reward/KEY/{part}" for part in ("...", "mean", "min", "max")),
+    "critic/reward/NAME/KEY/...", "critic/reward/NAME/score/...", "critic/reward/acc/...",
+    "val/reward/KEY/mean", "val/reward/right/mean", "env/NAME/mean",
 }  # fmt: skip
 
 # a line that is a command, behind its variables; or flags alone

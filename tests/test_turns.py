@@ -39,6 +39,7 @@ from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill
 from splitppo.placement import place
+from splitppo.rewards.scorer import Scored
 from splitppo.rollout import Episode, Prompt, Rollout
 
 CPU = torch.device("cpu")
@@ -236,6 +237,29 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
     old = torch.full((rollout.tokens,), -1.0)
     found = critic.advantages(1, scored, [old, old - 0.1])
     return rollout.rows, found.advantages.tolist(), found.metrics
+
+
+def test_numbers_of_a_reward_hide_none_of_the_critics():
+    rollout = Rollout(with_turns())
+    config = Config(rollout=RolloutConfig(batch_size=len(rollout.rows)))
+    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    old = torch.full((rollout.tokens,), -1.0)
+
+    def metrics_of(group: Group, names: list[str]) -> dict[str, Any]:
+        learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group), forward=forward)
+        critic = Critic(context, group, [learner], cast(Any, None), None)
+        rows = [Scored(1.0 + row, dict.fromkeys(names, 7.0), ()) for row in rollout.rows]
+        scored = critic.score(1, rollout, lambda: rows)
+        return critic.advantages(1, scored, [old, old - 0.1]).metrics
+
+    def forward(*_: Any, **__: Any) -> list[torch.Tensor]:
+        return [torch.linspace(0, 1, rollout.tokens)]
+
+    (known,) = run_threads(1, metrics_of, [])
+    names = {name.removeprefix("critic/").removesuffix("/mean") for name in known}
+    (named,) = run_threads(1, metrics_of, sorted(names))
+    assert {name: named[name] for name in known} == known
+    assert {f"critic/reward/{name}/mean" for name in names} < named.keys()
 
 
 @pytest.mark.parametrize("baseline", ["batch", "group"])

@@ -179,9 +179,19 @@ def test_metrics_of_one_greedy_response_each():
         "val/rows": 2,
         "val/response_length/mean": 20.0,
         "val/clip_ratio": 0.5,
-        "val/parsed/mean": 0.5,
-        "val/steps/mean": 3.0,  # over the responses that have it
+        "val/reward/parsed/mean": 0.5,
+        "val/reward/steps/mean": 3.0,  # over the responses that have it
     }
+
+
+def test_numbers_of_a_reward_hide_none_of_the_trainers():
+    plain = [*answered(1.0, 0.5), *answered(0.25, 1.0)]
+    known = metrics(plain, ["a", "b"])
+    names = [name.removeprefix("val/").removesuffix("/mean") for name in known]
+    numbers = dict.fromkeys([*names, "reward", "best_step"], 7.0)
+    named = metrics([replace(one, figures=numbers) for one in plain], ["a", "b"])
+    assert {name: named[name] for name in known} == known
+    assert named.keys() - known.keys() == {f"val/reward/{name}/mean" for name in numbers}
 
 
 def test_metrics_of_several_responses_by_source():
@@ -289,7 +299,7 @@ def test_metrics_and_file_are_those_of_the_rows(tmp_path, capfd):
         for part in prompts
     ]
     assert found["val/majority/mean"] == fmean(majority_of(*part) for part in parts)
-    assert found["val/response_length/mean"] == found["val/length/mean"] == 8.5
+    assert found["val/response_length/mean"] == found["val/reward/length/mean"] == 8.5
 
 
 def validate_twice(group: Group, folder: Path, log: LogConfig) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitppo.errors import one_line
+from splitppo.workers import name_numbers
 
 ROLES = ("tool", "user", "system")  # in which an environment answers
 NO_ID = "0" * 9  # of a call; some templates refuse other ids than nine letters or digits
@@ -98,13 +99,11 @@ def read_turn(result: Any) -> Turn:
         raise TypeError(
             f"step returned {one_line(repr(result))[:120]}; return splitppo.envs.Turn(...)"
         )
-    found = {
-        str(name): float(number)
-        for name, number in {"reward": result.reward, **result.metrics}.items()
-    }
-    if bad := [name for name, number in found.items() if not math.isfinite(number)]:
-        raise ValueError(f"step returned {bad[0]}={found[bad[0]]}; return a finite number")
+    reward = float(result.reward)
+    metrics = {name: float(number) for name, number in name_numbers(result.metrics).items()}
+    for name, number in [("reward", reward), *metrics.items()]:
+        if not math.isfinite(number):
+            raise ValueError(f"step returned {name}={number}; return a finite number")
     return Turn(
-        read_messages(result.messages), found.pop("reward"), bool(result.done),
-        bool(result.truncated), found,
-    )  # fmt: skip
+        read_messages(result.messages), reward, bool(result.done), bool(result.truncated), metrics
+    )

@@ -197,7 +197,7 @@ class Player:
             "env/failures": len(failed),
             "perf/env_s": total.pop("perf/env_s", 0.0),
             "perf/env_wait_s": waited,
-            **{f"env/{name}/mean": part / turns for name, part in total.items()},
+            **{name: part / turns for name, part in total.items()},
         }
 
     def _reply(self, row: Episode) -> Reply:
@@ -234,7 +234,8 @@ class Player:
             self.failures.append((row.row, heard))
             return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
         turn: Turn = heard[-1]
-        self._figures.append({"turns": 1, **turn.metrics})
+        figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
+        self._figures.append({"turns": 1, **figures})
         full = turn.truncated or len(row.turns) == self._config.env.max_turns
         end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:

@@ -22,7 +22,7 @@ def quality(
     rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group, *, cut: bool
 ) -> dict[str, Any]:
     """Metrics of the whole batch; all ranks of the group call it. `values`, `rewards`: `[N]`.
-    `cut`: rows that were cut count, too: the value model learns from them.
+    `cut`: unfinished rows count, too: the value model learns from them.
 
     Returns:
         `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
@@ -35,7 +35,7 @@ def quality(
     """
     targets, _ = algo.gae(rewards, torch.zeros_like(rewards), rollout.lengths, gamma=gamma, lam=1.0)
     sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
-    rows = torch.tensor([cut or not e.truncated for e in rollout.episodes], dtype=torch.bool)
+    rows = torch.tensor([cut or not e.is_unfinished for e in rollout.episodes], dtype=torch.bool)
     # an update will say what is wrong with values that are not finite
     counted = rows.repeat_interleave(sizes) & values.isfinite()
     position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.lengths)])

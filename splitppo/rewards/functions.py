@@ -17,7 +17,7 @@ from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
-from splitppo.workers import Failure, Handler, find_in_file
+from splitppo.workers import Failure, Handler, find_in_file, name_numbers
 
 FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -136,17 +136,22 @@ def display_names(functions: Sequence[str]) -> list[str]:
 
 def read_result(result: Any) -> Outcome:
     """The score in a function's result, and the other numbers if the result is a dict. Texts in a
-    dict are left out. A Failure if there is no score, or a number is NaN or infinite in float32."""
+    dict are left out. A Failure if there is no score, two names are the same text, or a number is
+    NaN or infinite in float32."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
-    numbers = {
-        str(key): _number(value)
-        for key, value in parts.items()
-        if not isinstance(value, str | None)
+    parts = {
+        key: _number(value) for key, value in parts.items() if not isinstance(value, str | None)
     }
+    numbers: dict[str, float] = {}
+    reason = "it has no score"
+    try:
+        numbers = name_numbers(parts)
+    except ValueError as error:
+        reason = str(error)
     bad = [key for key, value in numbers.items() if math.isnan(value)]
     if bad or "score" not in numbers:
-        reason = f"{bad[0]!r} is not a finite number" if bad else "it has no score"
+        reason = f"{bad[0]!r} is not a finite number" if bad else reason
         return Failure(
             "",
             "invalid",

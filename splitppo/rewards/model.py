@@ -110,7 +110,7 @@ class RewardModel(Frozen):
         scores, cut = self.score(prompts, episodes)
         wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
         failures = [
-            (episode.row, Failure("reward_model", "invalid", wrong.format(score)))
+            (episode.row, Failure("reward model", "invalid", wrong.format(score)))
             for episode, score in zip(episodes, scores.tolist(), strict=True)
             if not math.isfinite(score)
         ]

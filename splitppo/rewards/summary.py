@@ -30,12 +30,11 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
     responses that have it."""
     figures = [one.figures for one in responses]
     found = {
-        f"val/{name}/mean": fmean(part[name] for part in figures if name in part)
+        f"val/reward/{name}/mean": fmean(part[name] for part in figures if name in part)
         for name in dict.fromkeys(name for part in figures for name in part)
     }
     n = len(responses) // len(sources)
     prompts = [responses[i : i + n] for i in range(0, len(responses), n)]
-    # the trainer's own figures win over a reward's of the same name
     found |= score_metrics(prompts) | {
         "val/rows": len(responses),
         "val/response_length/mean": fmean(one.tokens for one in responses),

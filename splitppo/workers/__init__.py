@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -152,6 +152,15 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
+
+
+def name_numbers(numbers: Mapping[Any, Any]) -> dict[str, Any]:
+    """A user's numbers under names that every file, screen and tracker can hold. Raises ValueError
+    if two names become the same text."""
+    named = {one_line(str(name)): number for name, number in numbers.items()}
+    if len(named) < len(numbers):
+        raise ValueError(f"two of its names are the same text: {', '.join(map(repr, numbers))}")
+    return named
 
 
 async def awaited(result: Any) -> Any:

@@ -109,6 +109,7 @@ def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
         (Turn(cast(Any, [{"role": "user"}])), "content"),
         (Turn(reward=float("nan")), "reward=nan; return a finite number"),
         (Turn(metrics=cast(Any, {"x": "y"})), "could not convert"),
+        (Turn(metrics=cast(Any, {1: 2.0, "1": 3.0})), "two of its names"),
     ],
 )
 def test_a_wrong_turn_is_refused(result: Any, message: str):
@@ -120,6 +121,11 @@ def test_messages_may_be_dicts():
     turn = read_turn(Turn([{"role": "user", "content": "x"}], metrics={"n": True}))  # type: ignore
     assert turn == Turn([Message("user", "x")])
     assert turn.metrics == {"n": 1.0}
+
+
+def test_a_number_called_reward_is_not_the_reward():
+    turn = read_turn(Turn(reward=1.0, metrics={"reward": 2.0, "half \ud83d": 3.0}))
+    assert (turn.reward, turn.metrics) == (1.0, {"reward": 2.0, "half \\ud83d": 3.0})
 
 
 # how models write calls: format -> (text of a turn, the calls in it or part of the error)

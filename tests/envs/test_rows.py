@@ -75,9 +75,8 @@ class Env:
         done = self.heard == self.info.get("turns")
         text = f"{message.content}{self.seed % 10}." * self.info.get("times", 1)
         cut = self.heard == self.info.get("cut")
-        return Turn(
-            [Message("user", text)], 0.1 * len(message.content) + 0.1, done, cut, {"heard": 1}
-        )
+        numbers = dict.fromkeys(("heard", "turns", "failures", "perf/env_s"), 2)
+        return Turn([Message("user", text)], 0.1 * len(message.content) + 0.1, done, cut, numbers)
 
     def close(self) -> None: ...
 
@@ -131,7 +130,10 @@ def test_a_row_holds_what_was_sampled_and_what_was_answered():
         assert row.rewards == pytest.approx(lengths)
     assert rows[0].turns[0][1] != rows[1].turns[0][1]
     sums, _ = sampler.player.take()
-    assert sums["turns"] == sums["heard"] == 6
+    assert sums["turns"] == 6
+    # an environment's numbers and the player's may have one name
+    assert {sums[f"env/{name}/mean"] for name in ("heard", "turns", "perf/env_s")} == {12}
+    assert sums["perf/env_s"] < 12
     begun = played(sampler_of({"turns": 1, "asks": 7}))
     assert {TOKENIZER.decode(row.prompt) for row in begun} == {"ask7:"}
 

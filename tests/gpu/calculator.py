@@ -31,7 +31,7 @@ ARMS = {
     "fast": ["--policy.optim.lr", "2e-5", "--value.optim.lr", "2e-4"],
 }
 DUE = 0.8
-RIGHT = "val/right/mean"  # without the rewards of turns
+RIGHT = "val/reward/right/mean"  # without the rewards of turns
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:

@@ -1,5 +1,7 @@
 """The figures that say whether the value model is any good, against loops over rows and tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 from episodes import episode
@@ -22,21 +24,21 @@ def drawn(seed: int) -> list[torch.Tensor]:
     return [torch.randn(length, generator=drawn) for length in LENGTHS]
 
 
-def quality_rank(group: Group, cut: bool) -> dict:
+def quality_rank(group: Group, cut: bool, unfinished: Any) -> dict:
     rows = HELD[group.dp_rank]
     episodes = []
     for row in rows:
         sampled = [True] * LENGTHS[row]
         for end in reversed(TURNS[row][:-1]):
             sampled.insert(end, False)  # an environment answers between two turns
-        end = "limit" if row == CUT else "eos"
+        end = unfinished if row == CUT else "eos"
         episodes.append(episode(row, [1], range(len(sampled)), end=end, mask=sampled))
     values, rewards = (torch.cat([drawn(seed)[row] for row in rows]) for seed in (1, 2))
     return quality(Rollout(episodes), values, rewards, GAMMA, group, cut=cut)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_figures_are_those_of_a_loop_over_tokens(cut: bool):
+@pytest.mark.parametrize(("cut", "end"), [(False, "limit"), (False, "failed"), (True, "limit")])
+def test_figures_are_those_of_a_loop_over_tokens(cut: bool, end: Any):
     places: dict[str, list] = {}
     every = []
     for row, length in enumerate(LENGTHS):
@@ -62,7 +64,7 @@ def test_figures_are_those_of_a_loop_over_tokens(cut: bool):
         bins.setdefault(min(9, int((pair[0] - low) / (high - low) * 10)), []).append(pair)
     means = [[len(pairs), *(sum(column) / len(pairs) for column in zip(*pairs, strict=True))]
              for _, pairs in sorted(bins.items())]  # fmt: skip
-    for found in run_threads(2, quality_rank, cut):
+    for found in run_threads(2, quality_rank, cut, end):
         table = found.pop("critic/calibration")
         assert found == pytest.approx(due, rel=1e-5)
         assert [x for line in table for x in line.values()] == pytest.approx(

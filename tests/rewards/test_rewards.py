@@ -365,6 +365,8 @@ def test_numbers_of_all_kinds_are_results(
         {"score": 1.0, "acc": math.nan},
         {"score": 1.0, "acc": 1e300},
         {"score": 1.0, "acc": [1.0, 2.0]},
+        {"score": 1.0, 1: 0.5, "1": 0.7},
+        {"score": 1.0, "a\nb": 0.5, "a b": 0.7},
     ],
 )
 def test_anything_else_is_an_invalid_result(result: Any) -> None:
