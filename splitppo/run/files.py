@@ -91,39 +91,39 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Iterator[T]:
-    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be
-    writing it, or was killed while it wrote it. Another line that can't be parsed is a
-    UserError."""
-    # line by line: who wants the first rows of many long ones does not wait for all
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            try:
-                yield parse(line.removesuffix("\n"), where)
-            except UserError:
-                if line.endswith("\n"):
-                    raise
-                print(f"note: {where} is torn and was skipped", file=sys.stderr)
-
-
 @dataclass
 class Tail:
     """The lines that a file of records gains: an iteration yields each new one, and its FILE:LINE.
-    A torn last line waits until all of it is written. The file may not be there yet."""
+    Every reader of a file that another process may be writing goes through it: a line that lacks
+    its end is still being written, so the iteration stops there, and the next one begins with it.
+    The file may not be there yet."""
 
     path: Path
     offset: int = 0  # bytes that were read
     number: int = 0  # and lines
+    is_torn: bool = False  # whether the last iteration stopped at a line without its end
 
     def __iter__(self) -> Iterator[tuple[bytes, str]]:
         with self.path.open("rb") if self.path.is_file() else BytesIO() as file:
             file.seek(self.offset)
             for line in file:
-                if line.endswith(b"\n"):
-                    self.offset += len(line)
-                    self.number += 1
-                    yield line, f"{self.path}:{self.number}"
+                self.is_torn = not line.endswith(b"\n")
+                if self.is_torn:  # a later read could return the rest of it as a line
+                    break
+                self.offset += len(line)
+                self.number += 1
+                yield line, f"{self.path}:{self.number}"
+
+
+def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Iterator[T]:
+    """What `parse` makes of each line of a file. Skips a torn last line with a note: the run may be
+    writing it, or was killed while it wrote it. Another line that can't be parsed is a
+    UserError."""
+    lines = Tail(path)
+    for line, where in lines:
+        yield parse(line.decode(errors="replace").removesuffix("\n"), where)
+    if lines.is_torn:
+        print(f"note: {path}:{lines.number + 1} is torn and was skipped", file=sys.stderr)
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Reading JSON lines: torn and wrong lines, and the records of older versions."""
 
+import io
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from splitppo.errors import UserError
-from splitppo.run.files import read_lines
+from splitppo.run.files import Tail, parse_record, read_lines
 from splitppo.tools.runs import Step, read_column
 
 
@@ -25,7 +27,7 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(
     )
     assert f"{path}:3 is torn" in capsys.readouterr().err
     path.write_text('{"step": 1}\n{"step": 2}')
-    assert set(read_column(path)) == {1, 2}, "whole but for its newline"
+    assert set(read_column(path)) == {1}, "what lacks its end may be longer"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,50 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):
             list(read_lines(path))
+
+
+class Growing(io.RawIOBase):
+    """A file as a reader sees it while another process writes it: up to `cut` it ends there, once;
+    a later read returns the rest."""
+
+    def __init__(self, content: bytes, cut: int):
+        self.parts = [content[:cut], b"", content[cut:]]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.parts.pop(0) if self.parts else b""
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def test_lines_that_are_written_while_they_are_read_are_read_whole_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "actor.jsonl"
+    lines = [f'{{"step": {step}, "text": "é "}}\n'.encode() for step in (1, 2, 3)]
+    content = b"".join(lines)
+    path.write_bytes(content)
+    for cut in range(len(content) + 1):
+        before = content[:cut].count(b"\n")
+        tail = Tail(path)
+        with monkeypatch.context() as patch:
+            growing = io.BufferedReader(Growing(content, cut))
+            patch.setattr(Path, "open", lambda *_, file=growing: file)
+            assert [line for line, _ in tail] == lines[:before]
+            growing = io.BufferedReader(Growing(content, cut))
+            patch.setattr(Path, "open", lambda *_, file=growing: file)
+            steps = [record["step"] for record in read_lines(path, parse_record)]
+            assert steps == [1, 2, 3][:before]
+        assert [where for _, where in tail] == [f"{path}:{n}" for n in range(before + 1, 4)]
+        assert (tail.offset, tail.is_torn) == (len(content), False)
 
 
 def test_the_first_rows_of_a_file_take_no_memory_for_the_others(tmp_path: Path):
