@@ -52,6 +52,16 @@ def check_text(words: Sequence[str]) -> None:
             )
 
 
+def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` for JSON of a user's: raises ValueError where an object has a name
+    twice, since the last value would silently win."""
+    names = [name for name, _ in pairs]
+    for name in names if len({*names}) < len(names) else ():
+        if names.count(name) > 1:
+            raise ValueError(f"it has {name[:80]!r} twice")
+    return dict(pairs)
+
+
 def words() -> list[str]:
     """The arguments of a command whose texts are all paths: a shell leaves the `~` of `--out=~/a`
     to the program."""

@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from splitppo.data.files import KINDS, raw_rows
+from splitppo.data.raw import KINDS, raw_rows
 from splitppo.errors import UserError, command, words
 from splitppo.models.build import read_config
 from splitppo.models.tokenizer import read_tokenizer

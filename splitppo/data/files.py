@@ -5,119 +5,59 @@ first runs. A fault in a file is a UserError that names the file and the row, co
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from splitppo.config import DataConfig, RolloutConfig
 from splitppo.config.toml import leaves
+from splitppo.data.raw import parse_json, raw_rows
 from splitppo.errors import UserError
 
-KINDS = ".parquet, .json or .jsonl; datasets.load_from_disk(...).to_parquet(...) writes one"
-
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
+RENDERED = ("tools", "documents")  # columns that a chat template may read beside the messages
 # columns; <image> in a text stands for a picture
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 _MAX_ROWS = 4000  # of both splits together
+# what a message as text holds, in any notation
+_MESSAGE = (
+    re.compile(r"\b(role|from)\W{0,9}[:=]\W{0,9}(system|developer|user|human|assistant|gpt)\b"),
+    re.compile(r"\b(content|value)\W{0,9}[:=]"),
+)
 _HELD_OUT = 5  # one row in so many is for validation
-Numbered = Iterator[tuple[int, Any]]  # (row number, row as parsed)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row before tokenising. `where` names it in errors."""
+    """A row before tokenising. `where` names it in errors. `shown`: columns of `RENDERED`, as the
+    file has them."""
 
     where: str
     prompt: str | list[dict[str, Any]]
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    shown: dict[str, Any] = field(default_factory=dict)
 
 
 def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
     """The rows of a file, or the error of a row that can't be used. Raises UserError if there are
     none."""
     keys = {config.prompt_key, config.answer_key} - {""}
-    used = {"data_source", "extra_info", *keys, *(key.split(".")[0] for key in keys)}
+    used = {"data_source", "extra_info", *RENDERED, *keys}
     number = 0
-    for number, columns in raw_rows(file, setting, used):
+    for number, columns in raw_rows(file, setting, used | _MEDIA):
         where = f"{file} row {number}"
-        _refuse_media(columns if isinstance(columns, dict) else {}, used, where)
+        heads = used | {key.split(".")[0] for key in keys}
+        _refuse_media(columns if isinstance(columns, dict) else {}, heads, where)
         try:
-            yield _check_row(config, Path(file).stem, where, columns)
+            yield _check_row(config, Path(file), where, columns)
         except UserError as error:
             yield error
     if not number:
         raise UserError(f"{file} holds no rows; remove it from --{setting}")
-
-
-def raw_rows(file: str, setting: str, used: set[str], kinds: str = KINDS) -> Numbered:
-    """The rows of a file, of which the caller reads the columns `used`. Errors name `setting` and
-    `kinds`."""
-    path = Path(file)
-    if not (path.is_file() or path.is_dir()):  # a pipe could be read once only, and might block
-        raise UserError(
-            f"{setting}={file}: no such file (from {Path.cwd()}); give a path that every rank can "
-            "read; the presets' data come from splitppo prepare gsm8k"
-        )
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
-    if path.suffix not in readers or path.is_dir():
-        raise UserError(f"{setting}={file}: unknown kind of file; use {kinds}")
-    return readers[path.suffix](path, file, used)
-
-
-def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
-    numbers = itertools.count(1)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            for column in table.schema_arrow:
-                # in such a column, "7" the text and 7 the number are the same bytes
-                if column.name in used and "arrow.json" in str(column.type):
-                    raise UserError(
-                        f"{file} has a column {column.name} of JSON texts (values of mixed types), "
-                        "where strings and numbers look the same; give it one type, or write the "
-                        "rows as .jsonl"
-                    )
-            for batch in table.iter_batches(batch_size=256):
-                yield from zip(numbers, batch.to_pylist(), strict=False)
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise UserError(
-            f"{file} is no parquet file ({' '.join(str(error).split())}); write it again"
-        ) from error
-
-
-def _read_jsonl(path: Path, file: str, _used: set[str]) -> Numbered:
-    with path.open("rb") as lines:  # bytes: json finds the encoding, and says where it is broken
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, _parse_json(line, f"{file} row {number}")
-
-
-def _read_json(path: Path, file: str, _used: set[str]) -> Numbered:
-    content = path.read_bytes()
-    rows = _parse_json(content, file) if content.strip() else []
-    if not isinstance(rows, list):
-        raise UserError(
-            f"{file} holds one {type(rows).__name__}; a .json file is a list of rows: "
-            "write [...], or .jsonl"
-        )
-    return enumerate(rows, 1)
-
-
-def _parse_json(content: bytes, where: str) -> Any:
-    try:
-        parsed = json.loads(content)
-        # may be half of a character, which no tokenizer and no file takes
-        if b"\\ud" in content.lower():
-            json.dumps(parsed, ensure_ascii=False).encode()
-        return parsed
-    # ValueError: JSONDecodeError, or bytes that are no text
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: broken JSON ({error}); fix it") from error
 
 
 def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
@@ -132,12 +72,13 @@ def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
             )
 
 
-def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -> Row:
+def _check_row(config: DataConfig, file: Path, where: str, columns: Any) -> Row:
     if not isinstance(columns, dict):
         raise UserError(
             f"{where} is a {type(columns).__name__}; a row is an object with columns: write {{...}}"
         )
     prompt = _look_up(columns, config.prompt_key, "prompt_key", where)
+    prompt = _read_messages(prompt, f"data.prompt_key={config.prompt_key}: {where}")
     _check_prompt(config, prompt, f"data.prompt_key={config.prompt_key}: {where}")
     truth = _look_up(columns, config.answer_key, "answer_key", where) if config.answer_key else None
     if config.answer_key and (truth is None or truth != truth):
@@ -155,11 +96,57 @@ def _check_row(config: DataConfig, file_source: str, where: str, columns: Any) -
             raise UserError(
                 f"{where} has {name} of type {type(value).__name__}; it must be {due}: fix the row"
             )
-    # parquet fills the fields that a message lacks with null, and templates ask whether they are
-    # there
+    deep = file.suffix == ".parquet"
     if not isinstance(prompt, str):
-        prompt = [{k: v for k, v in message.items() if v is not None} for message in prompt]
-    return Row(where, prompt, file_source if source is None else source, truth, extra or {})
+        prompt = [_without_nulls(message, deep) for message in prompt]
+    shown = {
+        name: _without_nulls(columns[name], deep)
+        for name in RENDERED
+        if columns.get(name) not in (None, "") and columns[name] == columns[name]
+    }
+    return Row(where, prompt, file.stem if source is None else source, truth, extra or {}, shown)
+
+
+def _without_nulls(value: Any, deep: bool) -> Any:
+    """An object without its fields of null; `deep`: nor those of what is in it. Parquet fills the
+    fields that an object of a list lacks with null, and templates ask whether they are there."""
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(part, deep) if deep else part
+            for name, part in value.items()
+            if part is not None
+        }
+    return [_without_nulls(part, deep) for part in value] if isinstance(value, list) else value
+
+
+def _read_messages(prompt: Any, where: str) -> Any:
+    """A prompt of JSON text that is a list of messages, as that list; any other as it is. Raises
+    UserError if messages stand in a text that is no JSON, such as Python's."""
+    text = prompt.strip() if isinstance(prompt, str) else ""
+    if not (text[:1] in '[{"a' and text[-1:] in ']}")' and all(p.search(text) for p in _MESSAGE)):
+        return prompt
+    try:
+        messages = _read_messages(parse_json(text.encode(), where), where)
+    except UserError as error:
+        if text.startswith(("[", "{", "array(")):
+            raise UserError(
+                f"{where} has a prompt of messages as text, which is no JSON list of "
+                f"{{role, content}}; write one ({error})"
+            ) from error
+        return prompt
+    return prompt if isinstance(messages, str) else messages
+
+
+def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """The objects of a list that a template renders, such as tools: the list itself, its JSON text,
+    or a list of JSON texts. Raises UserError for anything else."""
+    found = parse_json(value.encode(), where) if isinstance(value, str) else value
+    found = [] if found is None else found
+    if isinstance(found, list):
+        found = [parse_json(x.encode(), where) if isinstance(x, str) else x for x in found]
+    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+        raise UserError(f"{where} is no list of objects; write one, or drop the column")
+    return found
 
 
 def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from splitppo.config import DataConfig
-from splitppo.data.files import Row, generate, read_file
+from splitppo.data.files import Row, generate, read_file, read_objects
 from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
@@ -115,6 +115,13 @@ def load_prompts(
             "the chat template shows the time: a resume at another is refused; "
             "data.chat_kwargs may fix it"
         )
+    unseen = {
+        name
+        for index, prompt in prompts.items()
+        for name in rows[index].shown
+        if prompt.messages is None or name not in str(tokenizer.chat_template)
+    }
+    notes += [f"{setting}: no chat template shows the column {name}" for name in sorted(unseen)]
     chosen = list(kept)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
@@ -143,17 +150,25 @@ def tokenize(
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none. A template that
     shows the time shows `now`, for all rows the same."""
-    _check_template(config, tokenizer, now or datetime.now())
-    arguments = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
-    render = render or (
-        lambda messages: tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-    )
+    settings = json.loads(config.chat_kwargs)
+    is_shown = any(row.shown for row in rows.values())
+    reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
     prompts: dict[int, Prompt] = {}
     wrong: dict[int, UserError] = {}
     for index, row in rows.items():
         messages = _conversation(config, row, tokenizer)
         try:
-            text: Any = row.prompt if messages is None else render(messages)
+            shown = {} if messages is None else _shown(row, reads, {*settings}, render)
+        except UserError as error:
+            wrong[index] = error
+            continue
+        arguments = {"add_generation_prompt": True, **settings, **shown}
+        try:
+            text: Any = row.prompt
+            if messages is not None and render:
+                text = render(messages)
+            elif messages is not None:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
             prompts[index] = Prompt(
                 text,
                 [],
@@ -192,9 +207,31 @@ def tokenize(
     return {index: prompt for index, prompt in prompts.items() if index not in wrong}, wrong
 
 
-def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
+def _shown(row: Row, reads: Set[str], set_by: Set[str], render: Render | None) -> dict[str, Any]:
+    """What the chat template renders of a row beside its messages: those of its columns that the
+    template `reads`. Raises UserError if something else says the same: a setting (`set_by`), or the
+    environment, which has a `render` of its own."""
+    found = {
+        name: objects
+        for name in reads & row.shown.keys()
+        if (objects := read_objects(row.shown[name], f"{row.where}: column {name}"))
+    }
+    for name in found:
+        if render or name in set_by:
+            other = "the environment (env.tools, env.path)" if render else "data.chat_kwargs"
+            raise UserError(
+                f"{row.where} has a column {name}, and {other} says what the chat template shows "
+                "there; drop one of the two"
+            )
+    return found
+
+
+def _check_template(
+    config: DataConfig, tokenizer: Any, now: datetime, *, is_read: bool
+) -> Set[str]:
     """Refuses settings for the chat template if strings do not go through one, or it never reads
-    them. Its clock stands still at `now`."""
+    them. Its clock stands still at `now`. Returns the names of what the template reads, if there
+    are such settings, or rows have columns for it (`is_read`)."""
     arguments = json.loads(config.chat_kwargs)
     given = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
     for setting in (name for name, is_set in given.items() if is_set):
@@ -207,11 +244,13 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
             raise UserError(
                 f"{setting} is for the chat template, but data.chat is off; drop one of the two"
             )
-    if not (arguments or CLOCK in str(tokenizer.chat_template)):
-        return
+    if not (
+        tokenizer.chat_template and (arguments or is_read or CLOCK in str(tokenizer.chat_template))
+    ):
+        return frozenset()
     try:
         template = tokenizer.get_chat_template(
-            arguments.get("chat_template"), arguments.get("tools")
+            arguments.get("chat_template"), arguments.get("tools", [] if is_read else None)
         )
         environment = _compile_jinja_template(template).environment
         reads = meta.find_undeclared_variables(environment.parse(template))
@@ -228,6 +267,7 @@ def _check_template(config: DataConfig, tokenizer: Any, now: datetime) -> None:
             f"data.chat_kwargs has {name}, which the chat template never reads; "
             + (f"did you mean {near[0]}?" if near else "drop it")
         )
+    return reads
 
 
 def _ends_texts(tokenizer: Any) -> bool:

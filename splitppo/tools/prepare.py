@@ -97,7 +97,7 @@ def locate_split(data: Published, source: Path | None, split: str) -> str:
 def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, Any]], str]:
     """The rows of a file in verl's schema, and a note about those without an answer, which are left
     out."""
-    from splitppo.data.files import raw_rows  # imports pyarrow
+    from splitppo.data.raw import raw_rows  # imports pyarrow
 
     rows = []
     left_out = []

@@ -75,7 +75,7 @@ class Env:
         done = self.heard == self.info.get("turns")
         text = f"{message.content}{self.seed % 10}." * self.info.get("times", 1)
         cut = self.heard == self.info.get("cut")
-        numbers = dict.fromkeys(("heard", "turns", "failures", "perf/env_s"), 2)
+        numbers: dict[str, float] = dict.fromkeys(("heard", "turns", "failures", "perf/env_s"), 2.0)
         return Turn([Message("user", text)], 0.1 * len(message.content) + 0.1, done, cut, numbers)
 
     def close(self) -> None: ...
