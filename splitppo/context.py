@@ -97,14 +97,6 @@ class Context:
                 found["tokens_left_out"] = more
         return found
 
-    def value_model(self, row: int) -> int:
-        """The model of the ensemble that is trained on a row. The models take a prompt's responses
-        in turn, or the prompts, if these have fewer responses."""
-        models = self.config.value.ensemble
-        samples = self.config.rollout.samples
-        slot = row % self.config.rollout.batch_size
-        return (slot % samples if samples >= models else slot // samples) % models
-
     def trainable_rows(
         self, plan: StepPlan, rollout: Rollout, role: Role, rank: int, count: int = 0
     ) -> list[list[int]]:

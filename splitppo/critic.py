@@ -30,12 +30,12 @@ from splitppo.rollout import Rollout, digest
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """What `Critic.score` found: values `[N]` of each value model, raw scores `[B]`, further
+    """What `Critic.score` found: values `[N]` (0 without a value model), raw scores `[B]`, further
     figures of rows by name (those of reward functions begin with `reward/`), (row, failure of its
     reward). `ref`: the reference's log-probs `[N]`, if the critic group holds it."""
 
     rollout: Rollout
-    by_model: list[Tensor]
+    values: Tensor
     scores: Tensor
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
@@ -45,11 +45,6 @@ class ScoredRows:
     def totals(self) -> Tensor:
         """`[B]`: the scores with the rewards of the turns."""
         return self.scores + self.rollout.sums(self.rollout.turn_rewards())
-
-    @property
-    def values(self) -> Tensor:
-        """`[N]`: the value models' mean; 0 if there are none."""
-        return torch.stack(self.by_model or [torch.zeros(self.rollout.tokens)]).mean(0)
 
 
 @dataclass(frozen=True)
@@ -72,22 +67,22 @@ class Estimate:
 
 
 class Critic:
-    """A rank of the critic group: value models (one, an ensemble, or none) and reward. It owns
-    scores, values, KL rewards, GAE or another baseline, whitening. `pretrained` is called after the
-    last step of pretraining, on all ranks of the group."""
+    """A rank of the critic group: value model, if the run has one, and reward. It owns scores,
+    values, KL rewards, GAE or another baseline, whitening. `pretrained` is called after the last
+    step of pretraining, on all ranks of the group."""
 
     def __init__(
         self,
         context: Context,
         group: Group,
-        learners: Sequence[Learner],
+        learner: Learner | None,
         scorer: Scorer,
         reward_model: RewardModel | None,
         reference: Reference | None = None,
         pretrained: Callable[[], object] = lambda: None,
     ):
         self.context = context
-        self.learners = learners
+        self.learner = learner
         self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
         self.pretraining = Pretraining(context.config, pretrained)
@@ -105,8 +100,8 @@ class Critic:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
-        for value in self.learners:
-            value.warm_up(
+        if self.learner:
+            self.learner.warm_up(
                 _outputs, self._objective, fields=1, columns=lambda _, zeros: _columns(zeros, zeros)
             )
         if self.reference:
@@ -128,7 +123,9 @@ class Critic:
     def score(self, step: int, rollout: Rollout, pending: Pending) -> ScoredRows:
         """Values and reward scores of some rows of a step; all ranks of the group take part.
         `pending`: what `submit` returned for them."""
-        values = [value.forward(rollout, _outputs, fields=1)[0] for value in self.learners]
+        values = torch.zeros(rollout.tokens)
+        if self.learner:
+            (values,) = self.learner.forward(rollout, _outputs, fields=1)
         ref = self.reference.logprobs(rollout) if self.reference else None
         scores = torch.zeros(len(rollout.rows))
         extra: dict[str, list[float]] = {}
@@ -155,8 +152,8 @@ class Critic:
         turn."""
         for model in filter(None, (self.reward_model, self.reference)):
             model.release_memory()
-        for learner in self.learners:
-            learner.release_memory(changed=False)
+        if self.learner:
+            self.learner.release_memory(changed=False)
 
     def advantages(self, step: int, scored: ScoredRows, logprobs: Sequence[Tensor]) -> Estimate:
         """KL rewards, GAE and whitening of a step's rows.
@@ -181,13 +178,12 @@ class Critic:
         shaped, turns = self._shape(scored)
         last = shaped - rollout.sums(turns)  # what is left for the row's last token
         rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
-        if first and self.learners:
-            start_at_mean(self.learners, scored.by_model, rewards, rollout, self.context.config)
+        if first and self.learner:
+            start_at_mean(self.learner, scored.values, rewards, rollout, self.context.config)
         values = scored.values
         plain, returns = self._estimate(step, rollout, rewards, values)
-        apart = [torch.stack(scored.by_model).std(0)] if len(scored.by_model) > 1 else []
-        moments, of_returns, of_errors, *deviation = algo.all_moments(
-            self.group.all_gather, [plain, returns, returns - values, *apart]
+        moments, of_returns, of_errors = algo.all_moments(
+            self.group.all_gather, [plain, returns, returns - values]
         )
         white = algo.whiten(plain, moments) if ppo.whiten else plain
         figures = {
@@ -196,21 +192,19 @@ class Critic:
             "critic/advantages": plain,
             "critic/returns": returns,
         }
-        if self.learners:
+        if self.learner:
             figures["critic/values"] = values
-        if self.learners and self.context.config.has_env:
+        if self.learner and self.context.config.has_env:
             figures["critic/turn_values"] = values[rollout.turn_starts()]
         extra = {f"critic/{name}": torch.tensor(of_rows) for name, of_rows in scored.extra.items()}
         metrics = summaries(extra | figures, self.group)
-        if deviation:  # of an ensemble's values
-            metrics["critic/values/deviation"] = float(deviation[0].mean)
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
             self.group, self.failing, len(rollout.rows), scored.failures, never=never
         )
         metrics |= failed
         kept = {"advantage": plain, "reward": rewards}
-        if self.learners:
+        if self.learner:
             kept["value"] = values
             metrics["critic/vf_explained_var"] = algo.explained_variance(of_returns, of_errors)
             metrics |= quality(
@@ -228,7 +222,7 @@ class Critic:
         """Advantages, and the value model's targets or, without one, rewards-to-go; all `[N]`."""
         ppo = self.context.config.ppo
         lengths = rollout.lengths
-        if not self.learners:
+        if not self.learner:
             returns, _ = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
             return returns - self._baseline(rollout, returns).to(returns.dtype), returns
         lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
@@ -308,8 +302,8 @@ class Critic:
         self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
 
     def update(self, plan: StepPlan, scored: ScoredRows, found: Estimate) -> dict[str, Any]:
-        """The value models' updates, one after another; returns their metrics."""
-        if not self.learners:
+        """The value model's update; returns its metrics."""
+        if not self.learner:
             return {"optimizer_steps": []}
         ppo = self.context.config.ppo
         rows = scored.rollout
@@ -318,21 +312,13 @@ class Critic:
         epochs = ppo.value_epochs or ppo.epochs
         if self.pretraining.runs(plan.step):
             epochs = self.context.config.value.pretrain_epochs
-        figures = []
-        for model, (learner, values) in enumerate(zip(self.learners, scored.by_model, strict=True)):
-            own = [
-                [row for row in part if self.context.value_model(row) == model]
-                for part in mini_batches
-            ]
-            columns = _columns(values, found.returns)
-            figures += learner.update(
-                rows, own, columns, self._objective, step=plan.step, epochs=epochs
-            )
+        columns = _columns(scored.values, found.returns)
+        figures = self.learner.update(
+            rows, mini_batches, columns, self._objective, step=plan.step, epochs=epochs
+        )
         self.pretraining.finish(plan.step, found.metrics.get("critic/vf_explained_var"))
         metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
-        if "perf/update_tflop" in metrics:
-            metrics["perf/update_tflop"] *= len(self.learners)
-        return metrics | {"critic/lr": self.learners[0].learning_rate(plan.step)}
+        return metrics | {"critic/lr": self.learner.learning_rate(plan.step)}
 
     def samples(self, step: int, scored: ScoredRows, found: Estimate) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
@@ -396,5 +382,5 @@ def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     }
     failures = [failure for part in parts for failure in part.failures]
     refs = [part.ref for part in parts if part.ref is not None]
-    values = [packed(tensors) for tensors in zip(*(part.by_model for part in parts), strict=True)]
+    values = packed([part.values for part in parts])
     return ScoredRows(rollout, values, scores, extra, failures, packed(refs) if refs else None)

@@ -343,26 +343,20 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
 
 
 def start_at_mean(
-    learners: Sequence[Learner],
-    by_model: Sequence[Tensor],
-    rewards: Tensor,
-    rollout: Rollout,
-    config: Config,
+    learner: Learner, values: Tensor, rewards: Tensor, rollout: Rollout, config: Config
 ) -> None:
     """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and so
     do the rows' values: with a rate that suits the body, to learn the mean takes many steps, in
     which nothing else is learned. All ranks of the group call it. `rewards`, values: `[N]`."""
-    group = learners[0].runner.group
+    group = learner.runner.group
     bounds = config.value.range
     start = algo.bounded_values(torch.zeros(1), bounds)
-    own = torch.tensor([float((values != start).sum()) for values in by_model])
+    if group.all_sum(torch.tensor([float((values != start).sum())])).any():
+        return  # the head was drawn, or read from a folder
     to_go, _ = algo.gae(
         rewards, torch.zeros_like(rewards), rollout.lengths, gamma=config.ppo.gamma, lam=1.0
     )
     (moments,) = algo.all_moments(group.all_gather, [to_go])
     bias = algo.bounded_logits(moments.mean.float(), bounds)
-    differ = group.all_sum(own).tolist()
-    for learner, values, others in zip(learners, by_model, differ, strict=True):
-        if not others:  # else the head was drawn, or read from a folder
-            learner.set_weight("score.bias", bias)
-            values.fill_(algo.bounded_values(bias, bounds))
+    learner.set_weight("score.bias", bias)
+    values.fill_(algo.bounded_values(bias, bounds))

@@ -33,7 +33,7 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Episode
 
 
 def make_critic(group: Group, config: Config) -> Critic:
-    value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
+    value = SimpleNamespace(runner=SimpleNamespace(group=group))
     return Critic(
         cast(Any, SimpleNamespace(config=config, configs=(config,))),
         group,
@@ -58,7 +58,7 @@ def scored(row: int, values: list[float], score: float, failures: int = 0) -> Sc
     rollout = Rollout([sample(row, 1, *[0.0] * len(values))])
     failed = [(row, Failure("judge", "timeout", "took long"))] * failures
     return ScoredRows(
-        rollout, [torch.tensor(values)], torch.tensor([score]), {"steps": [10.0 * row]}, failed
+        rollout, torch.tensor(values), torch.tensor([score]), {"steps": [10.0 * row]}, failed
     )
 
 

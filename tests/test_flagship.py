@@ -173,15 +173,12 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, plan, scored, found)
-        weights = {
-            f"{i}.{name}": weight.cpu().clone()
-            for i, learner in enumerate(self.learners)
-            for name, weight in learner.weights(torch.float32)
-        }
-        held = [parts(learner) for learner in self.learners]
+        full = self.learner.weights(torch.float32) if self.learner else ()
+        weights = {name: weight.cpu().clone() for name, weight in full}
+        held = parts(self.learner) if self.learner else {}
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "value.pt")
-            torch.save(dict(enumerate(held)).get(0, {}), record / "value_parts.pt")
+            torch.save(held, record / "value_parts.pt")
         return metrics
 
     def critic_score(self, step, rollout, pending):
@@ -245,7 +242,6 @@ def reference(
     *,
     value_mini_batches: int = MINI,
     penalty: float = 0.0,
-    ensemble: int = 1,
     value_layers: int | None = None,
     samples: int = 1,
     value_lr: float = VALUE_LR,
@@ -267,15 +263,14 @@ def reference(
     config.classifier_dropout = 0.0
     if value_layers:
         config.num_hidden_layers = value_layers
-    values = []
-    for number in range(ensemble):
+    value: Any = None
+    if changes.get("baseline", "value") == "value":
         value = AutoModelForTokenClassification.from_pretrained(
             inputs / value_base, config=config, dtype=torch.float32
-        )
-        value.load_state_dict(fresh_head(inputs, number, head), strict=False)
-        values.append(value.eval())
+        ).eval()
+        value.load_state_dict(fresh_head(inputs, head), strict=False)
     for kind, how in (adapters or {}).items():
-        adapt(policy if kind == "policy" else values[0], *how)
+        adapt(policy if kind == "policy" else value, *how)
         changes[f"{kind}_frozen"] = ADAPTERS_ALONE
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
@@ -323,30 +318,25 @@ def reference(
             made_windows.append(step)
             yield step
 
-    results = reference_ppo(policy, frozen, values, windowed() if window else steps, hyper)
-    weights = {
-        f"{i}.{name}": weight
-        for i, value in enumerate(values)
-        for name, weight in merged(value).items()
-    }
+    results = reference_ppo(policy, frozen, value, windowed() if window else steps, hyper)
     return {
         "results": results,
         "policy": merged(policy),
-        "value": weights,
+        "value": merged(value) if value else {},
         "steps": made_windows,
-        "models": {"policy": policy, "value": values[0] if values else None},
+        "models": {"policy": policy, "value": value},
     }
 
 
-def fresh_head(inputs: Path, number: int, head: Any) -> dict:
-    """The scalar head as the trainer draws it for a model of an ensemble, on the same kind of
-    device; the reference is to start from the same."""
+def fresh_head(inputs: Path, head: Any) -> dict:
+    """The scalar head as the trainer draws it, on the same kind of device; the reference is to
+    start from the same."""
     from splitppo.models.build import build, read_config
     from splitppo.models.weights import fill
 
     device = "cuda" if gpus() else "cpu"
     model = build(read_config(str(inputs / "value")), "value")
-    fill(model, str(inputs / "value"), device=torch.device(device), head=head, seed=SEED + number)
+    fill(model, str(inputs / "value"), device=torch.device(device), head=head, seed=SEED)
     return {
         name: tensor.cpu()
         for name, tensor in model.state_dict().items()
@@ -606,7 +596,7 @@ CRITICS = {
         "value_frozen": "attn",
     },
     "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
-    "ensemble": {"ensemble": 2, "samples": 2, "value_frozen": "embed_tokens"},
+    "frozen embeddings": {"samples": 2, "value_frozen": "embed_tokens"},
     "bounded": {
         "value_range": (-0.5, 4.0),
         "value_epochs": 4,
@@ -614,8 +604,8 @@ CRITICS = {
         "gamma": 1.0,
         "kl_coef": 0.0,
     },
-    "batch": {"baseline": "batch", "ensemble": 0},
-    "group": {"baseline": "group", "ensemble": 0, "samples": 2},
+    "batch": {"baseline": "batch"},
+    "group": {"baseline": "group", "samples": 2},
 }  # fmt: skip
 AT_CRITIC = {"placement__reference": "critic"}
 OTHERS = {
@@ -627,8 +617,7 @@ OTHERS = {
         "value_lr": 1e-6,
         "warmup_steps": 2,
     },
-    "one response for two models": {"ensemble": 2},
-    "heads of zeros": {"ensemble": 2, "head": "zero"},
+    "a head of zeros": {"head": "zero"},
     "a bounded head of zeros": CRITICS["bounded"] | {"head": "zero"},
 }
 FLAGS = {
@@ -638,7 +627,6 @@ FLAGS = {
     ),
     "policy_frozen": ("policy__freeze", {"mlp": r"mlp\..*_proj"}),
     "value_layers": ("value__layers", {}),
-    "ensemble": ("value__ensemble", {}),
     "samples": ("rollout__samples", {}),
     "head": ("value__head", {}),
     "value_range": ("value__range", {(-0.5, 4.0): "-0.5 4.0"}),
@@ -661,8 +649,9 @@ FLAGS = {
         ("sao", 3, {"placement__actor": 1}),
         wide("pretraining", 3, {"placement__actor": 2}),
         wide("pretraining", 2, {"placement__mode": "colocated"}),
-        wide("ensemble", 3, {"placement__actor": 1}),
-        wide("ensemble", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
+        wide(
+            "frozen embeddings", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}
+        ),
         ("bounded", 3, {"placement__actor": 1}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
@@ -678,9 +667,8 @@ def test_the_critics_options_are_the_papers(inputs, tmp_path, name, world, place
     "name",
     [
         "pretraining that ends early",
-        wide("heads of zeros"),
+        wide("a head of zeros"),
         wide("all layers frozen"),
-        wide("one response for two models"),
         wide("a bounded head of zeros"),
     ],
 )

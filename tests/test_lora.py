@@ -485,7 +485,6 @@ WRONG: dict[str, list[str]] = {
     "policy.lora.alpha=8 without adapters: set policy.lora.rank": ["--policy.lora.alpha=8"],
     "value.freeze=attention with value.lora.rank=3": [*BOTH, "--value.freeze=attention"],
     "value.share_base=True needs adapters of both models": [BOTH[0], "--value.share-base"],
-    "with value.ensemble=2": [*ONE_BASE, "--value.ensemble=2", "--rollout.samples=2"],
     "with value.layers=1": [*ONE_BASE, "--value.layers=1"],
     "with value.path=": [*ONE_BASE, "--value.path={model}"],
     "with policy.offload=all": [*ONE_BASE, "--policy.offload=all"],

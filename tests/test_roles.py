@@ -80,12 +80,12 @@ def advantages_rank(group: Group) -> list:
             "--ppo.kl-kind=k1",
         ]
         context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
-        value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
+        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
         critic = Critic(context, group, value, cast(Any, None), None)
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
-            scored = ScoredRows(rollout, [packed(VALUES, rank)], mine, extra, [])
+            scored = ScoredRows(rollout, packed(VALUES, rank), mine, extra, [])
             made = critic.advantages(1, scored, [packed(OLD, rank), packed(REF, rank)])
             found.append((made.advantages.tolist(), made.returns.tolist(), made.metrics))
     return found
@@ -154,7 +154,7 @@ def test_what_the_critic_makes_of_scores_kl_and_values():
 def failing_rank(group: Group) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step
     3. The run is resumed before step 6."""
-    rank, value = group.dp_rank, cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))])
+    rank, value = group.dp_rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group)))
     critic, said = Critic(context_of(), group, value, cast(Any, None), None), []
     for step in range(1, 8):
         if step == 6:
@@ -386,7 +386,7 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
-        value: Any = [SimpleNamespace(runner=SimpleNamespace(group=group))]
+        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
         adaptive, fixed = (
             ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"],
             ["--ppo.kl-coef=0.2", "--reward.timeout=9"],

@@ -204,7 +204,7 @@ def advantages_of(
     rollout = Rollout(samples)
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
-    value = [SimpleNamespace(runner=SimpleNamespace(group=group))]
+    value = SimpleNamespace(runner=SimpleNamespace(group=group))
     critic = Critic(
         cast(Any, SimpleNamespace(config=config, configs=(config,))),
         group,
@@ -214,7 +214,7 @@ def advantages_of(
     )
     padded = torch.zeros(rollout.tokens - 4)
     scored = ScoredRows(
-        rollout, [torch.cat([torch.tensor(VALUES), padded])], torch.tensor(scores), {}, []
+        rollout, torch.cat([torch.tensor(VALUES), padded]), torch.tensor(scores), {}, []
     )
     old = torch.cat([torch.full((4,), -1.0), padded])
     ref = torch.cat([torch.full((4,), -1.1), padded])
@@ -232,8 +232,14 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
     ppo = PPOConfig(gamma=GAMMA, kl_coef=KL_COEF, kl_kind="k1", whiten=False, baseline=baseline)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=4, samples=2))
     context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
-    critic = Critic(context, group, [], cast(Any, None), None)
-    scored = ScoredRows(rollout, [], torch.tensor([1.0 + row for row in rollout.rows]), {}, [])
+    critic = Critic(context, group, None, cast(Any, None), None)
+    scored = ScoredRows(
+        rollout,
+        torch.zeros(rollout.tokens),
+        torch.tensor([1.0 + row for row in rollout.rows]),
+        {},
+        [],
+    )
     old = torch.full((rollout.tokens,), -1.0)
     found = critic.advantages(1, scored, [old, old - 0.1])
     return rollout.rows, found.advantages.tolist(), found.metrics
@@ -247,7 +253,7 @@ def test_numbers_of_a_reward_hide_none_of_the_critics():
 
     def metrics_of(group: Group, names: list[str]) -> dict[str, Any]:
         learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group), forward=forward)
-        critic = Critic(context, group, [learner], cast(Any, None), None)
+        critic = Critic(context, group, learner, cast(Any, None), None)
         rows = [Scored(1.0 + row, dict.fromkeys(names, 7.0), ()) for row in rollout.rows]
         scored = critic.score(1, rollout, lambda: rows)
         return critic.advantages(1, scored, [old, old - 0.1]).metrics
@@ -304,14 +310,14 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
     critic = Critic(
         context,
         group,
-        cast(Any, [SimpleNamespace(runner=SimpleNamespace(group=group))]),
+        cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group))),
         cast(Any, None),
         None,
     )
     rollout = Rollout(with_turns())
     scored = ScoredRows(
         rollout,
-        [torch.arange(rollout.tokens) + 0.123456],
+        torch.arange(rollout.tokens) + 0.123456,
         torch.tensor([10.0, 20.0, 30.0, 40.0]),
         {},
         [],
@@ -366,10 +372,8 @@ def of_rows(group: Group, rows: list[Episode], lam: Any) -> tuple[Tensor, Tensor
     learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
     rollout = Rollout(rows)
     values, old, ref = drawn(rollout.tokens)
-    scored = ScoredRows(rollout, [values], torch.arange(float(len(rows))), {}, [])
-    found = Critic(context, group, [learner], cast(Any, None), None).advantages(
-        1, scored, [old, ref]
-    )
+    scored = ScoredRows(rollout, values, torch.arange(float(len(rows))), {}, [])
+    found = Critic(context, group, learner, cast(Any, None), None).advantages(1, scored, [old, ref])
     return found.advantages, found.returns
 
 
@@ -445,9 +449,9 @@ def rewarded(group: Group, reward: RewardConfig) -> list[list[float]]:
         rows.append(replace(made, segments=tuple(segments)))
     config = Config(env=EnvConfig(path="env.py:Env"), reward=reward)
     context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
-    critic = Critic(context, group, [], cast(Any, None), None)
+    critic = Critic(context, group, None, cast(Any, None), None)
     rollout = Rollout(rows)
-    scored = ScoredRows(rollout, [], torch.tensor([0.5, 1.0]), {}, [])
+    scored = ScoredRows(rollout, torch.zeros(rollout.tokens), torch.tensor([0.5, 1.0]), {}, [])
     found = critic.advantages(1, scored, [torch.zeros(8)])
     assert found.metrics["critic/score/max"] == 3.5
     return [part.tolist() for part in rollout.split(found.figures["reward"])]

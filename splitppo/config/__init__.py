@@ -249,9 +249,9 @@ class Config:
         return self.has_kl and self.policy.lora.rank > 0 and not own
 
     @property
-    def value_models(self) -> int:
-        """How many value models the run has."""
-        return self.value.ensemble if self.ppo.baseline == "value" else 0
+    def has_value(self) -> bool:
+        """Whether the run has a value model."""
+        return self.ppo.baseline == "value"
 
     def set_shape(self, model: str) -> SetShape:
         """The ranks that run the rows of a model together: `policy`, `value`, `reference` or
@@ -263,7 +263,7 @@ class Config:
             )
 
         policy = SetShape(self.fsdp.sequence_parallel, self.fsdp.tensor_parallel)
-        value = cut(self.value, policy if self.value_models else SetShape())
+        value = cut(self.value, policy if self.has_value else SetShape())
         group = policy if self.placement.reference == "actor" else value
         return {
             "policy": policy,

@@ -113,9 +113,6 @@ class ValueConfig:
     """Ranks that share each of the value model's layers. Unset: `fsdp.tensor_parallel`."""
     sequence_parallel: int | None = None
     """Ranks that share each of the value model's rows. Unset: `fsdp.sequence_parallel`."""
-    ensemble: int = 1
-    """Value models, each trained on an equal part of every prompt's responses, or of the prompts if
-    these have fewer responses; the mean counts (AsyPPO, arXiv:2510.01656)."""
     freeze: tuple[str, ...] = ()
     """What is not trained, as in `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0

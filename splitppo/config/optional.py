@@ -41,7 +41,6 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
     shares = f"value.share_base={value.share_base}"
     models = {"policy": config.policy, "value": value}
     unshared = {
-        "value.ensemble": value.ensemble > 1 and value.ensemble,
         "value.layers": value.layers,
         "value.path": value.path != config.policy.path and value.path,
         "value.random_init": value.random_init,

@@ -23,8 +23,8 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         ppo.value_epochs ppo.value_mini_batches reference.sequence_parallel
         reference.tensor_parallel reward.sequence_parallel reward.tensor_parallel reward.workers
         rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
-        rollout.max_prompt_tokens rollout.samples steps value.ensemble value.layers
-        value.pretrain_epochs value.sequence_parallel value.tensor_parallel""",
+        rollout.max_prompt_tokens rollout.samples steps value.layers value.pretrain_epochs
+        value.sequence_parallel value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -302,11 +302,8 @@ def _of_critic(config: Config) -> Contradictions:
     ppo = config.ppo
     value = config.value
     samples = config.rollout.samples
-    rows = config.rollout.batch_size
-    prompts = rows // samples
     lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
     default = dict(leaves(asdict(Config())))
-    parts = f"cut into {value.ensemble} equal parts, one for each model of value.ensemble"
     return [
         (
             value.pretrain_steps and ppo.critic_warmup,
@@ -319,24 +316,9 @@ def _of_critic(config: Config) -> Contradictions:
             f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; "
             "raise steps",
         ),
-        (
-            value.pretrain_steps and value.ensemble > 1,
-            f"value.pretrain_steps={value.pretrain_steps} with value.ensemble={value.ensemble}: "
-            "pretrain one value model in a run of its own, "
-            "then start the ensemble from it with value.path",
-        ),
-        (
-            samples >= value.ensemble and samples % value.ensemble,
-            f"rollout.samples={samples} does not {parts}; {_use(samples, value.ensemble)}",
-        ),
-        (
-            samples < value.ensemble and prompts % value.ensemble,
-            f"the {prompts} prompts of rollout.batch_size={rows} do not {parts}; "
-            f"{_use(rows, math.lcm(samples * value.ensemble, ppo.mini_batches))}",
-        ),
         *(
             (
-                not config.value_models and setting != default[name],
+                not config.has_value and setting != default[name],
                 f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
             )
             for name, setting in leaves(asdict(config))
@@ -353,7 +335,7 @@ def _of_critic(config: Config) -> Contradictions:
             f"ppo.lam_value={lam_value}; set both to 1",
         ),
         (
-            not config.value_models and ppo.lam == "adaptive",
+            not config.has_value and ppo.lam == "adaptive",
             f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values; use ppo.lam=1",
         ),
         (

@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
 # settings that earlier versions had -> their value at which a run is as one of this version
-GONE: dict[str, Any] = {"ppo.mask_agreement": 0.0}
+GONE: dict[str, Any] = {"value.ensemble": 1}
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
@@ -27,9 +27,10 @@ def find_preset(name: str) -> str:
 
 
 def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `recorded`: it is
-    a run's own, in which a setting that this version lacks is left out, with a line on standard
-    error. In a user's file it is a UserError."""
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`, without those of
+    GONE that did nothing. `recorded`: it is a run's own, in which any other setting that this
+    version lacks is left out, with a line on standard error. In a user's file it is a
+    UserError."""
     known = dict(leaves(asdict(Config())))
     del known["config"]  # a preset names no other
     if not Path(path).is_file():
@@ -44,6 +45,11 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
             f"--config {path}: not TOML: {error}; "
             'write it as [section] and key = value, with texts in quotes and "None" for off'
         ) from error
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if name not in GONE or toml_value(value) != toml_value(GONE[name])
+    }
     sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
@@ -55,7 +61,8 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
                 f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below"
             )
         if name not in known:
-            raise UserError(f"--config {path}: unknown key {name!r}; {_suggestion(name, known)}")
+            remedy = "it is gone, leave it out" if name in GONE else _suggestion(name, known)
+            raise UserError(f"--config {path}: unknown key {name!r}; {remedy}")
         if isinstance(value, bool) != isinstance(known[name], bool):
             use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")

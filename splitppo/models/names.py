@@ -49,11 +49,6 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     return {alias: main for alias, main in mains.items() if alias != main}
 
 
-def numbered(name: str, number: int) -> str:
-    """A weight's name in the checkpoint of an ensemble, of which `number` counts the models."""
-    return f"{number}.{name}" if number else name
-
-
 def sources(
     model: Any, folder: str, stored: Iterable[str]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:

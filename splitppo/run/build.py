@@ -189,17 +189,15 @@ class Builder:
         """Value model, reward functions, reward model, reference."""
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training, runner)
-        values = [
-            self._learner("value", runner, number) for number in range(self.config.value_models)
-        ]
+        value = self._learner("value", runner) if self.config.has_value else None
         critic = Critic(
             self.context,
             runner.group,
-            values,
+            value,
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
-            pretrained=functools.partial(self._save_value, *values[:1]),
+            pretrained=lambda: value and self._save_value(value),
         )
         self._warm_up(critic)
         return critic
@@ -247,10 +245,10 @@ class Builder:
         if value.runner.group.is_first:
             say(f"[critic] the value model is pretrained: --value.path {folder}")
 
-    def _learner(self, name: str, runner: Runner, number: int = 0) -> Learner:
+    def _learner(self, name: str, runner: Runner) -> Learner:
         chosen = self.config.policy if name == "policy" else self.config.value
         return Learner(
-            self._model(name, runner, number),
+            self._model(name, runner),
             runner,
             chosen.optim,
             offload=chosen.offload,
@@ -313,9 +311,9 @@ class Builder:
             player,
         )
 
-    def _model(self, name: str, runner: Runner, number: int = 0) -> torch.nn.Module:
-        """Builds, shards and fills a model; `number` counts in an ensemble. With one base for both,
-        the value model is the policy's."""
+    def _model(self, name: str, runner: Runner) -> torch.nn.Module:
+        """Builds, shards and fills a model. With one base for both, the value model is the
+        policy's."""
         if name == "value" and self.shared:
             return self.shared
         self._begin_phase(f"loading the {name}")
@@ -355,7 +353,7 @@ class Builder:
             device=runner.device,
             random_init=found.random_init,
             head=config.value.head,
-            seed=config.seed + number,
+            seed=config.seed,
         )
         for adapter in adapters:
             lora.read(model, adapter)

@@ -39,11 +39,6 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def numbered_folder(part: Path, number: int) -> Path:
-    """Where a part of a checkpoint holds the adapters of the learner of this number."""
-    return part / f"adapter_{number}" if number else part
-
-
 def step_of(folder: Path) -> int:
     """The step after which a checkpoint was written, from its folder's name; 0 for any other
     folder."""

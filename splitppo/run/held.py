@@ -46,6 +46,6 @@ def held_of(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
         own_base = name == "policy" or not resolved.config.value.share_base
         base = model.parameters * resolved.dtype.itemsize * own_base
         weights = (base + model.trained * 4) / ranks
-    yield f"{name}'s weights", model.number * weights, offload != "all"
+    yield f"{name}'s weights", weights, offload != "all"
     if offload in ("auto", "none"):
-        yield f"{name}'s optimizer", model.number * model.trained * 8 / ranks, True
+        yield f"{name}'s optimizer", model.trained * 8 / ranks, True

@@ -201,14 +201,14 @@ class Run:
         prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         parts: dict[Role, list[Any]] = {"actor": [policy, generator], "critic": [critic]}
         for role in self.runtime.groups:
-            learners = parts[role][0].learners
+            learner = parts[role][0].learner
             group = self.runtime.saving[role]
-            self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
+            self.savers[role] = Saver(learner, role, self.folder, group, committed=prune)
             if settings.every:
                 self.savers[role].allocate()
             if self.resumed:
                 states = [part.load_state for part in parts[role]]
-                load(learners, self.resumed / role, states, group)
+                load(learner, self.resumed / role, states, group)
         if generator:
             self.build.connect_engine(generator)
         silent = notices.silent(self.build.resolved)

@@ -50,7 +50,6 @@ class Model:
     packed: bool  # whether it runs on packed rows
     frozen: tuple[str, ...] = ()  # what of it is not trained (models/build.py)
     adapter: lora.Adapter | None = None  # what of it is trained alone (models/lora.py)
-    number: int = 1  # how many the run has of it
 
     def folder(self, run_dir: Path) -> Path:
         return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
@@ -151,7 +150,7 @@ class Resolved:
                         else os.path.abspath(model.path),
                         "type": model.config.model_type,
                         "group": self.role_of(name),
-                        "parameters": model.parameters * model.number,
+                        "parameters": model.parameters,
                         "random_init": model.random_init,
                         "packed": model.packed,
                         "tensor_parallel": self.config.set_shape(name).tensor,
@@ -242,7 +241,6 @@ def _read_model(
         random_init=is_drawn(config, name),
         packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
         frozen=getattr(config, name).freeze if name in TRAINED else (),
-        number=config.value.ensemble if is_value else 1,
     )
     if name in TRAINED and getattr(config, name).lora.rank:
         model = replace(model, adapter=_adapter(config, model))

@@ -13,12 +13,10 @@ import torch.distributed.checkpoint as dcp
 from splitppo.errors import UserError
 from splitppo.learner import Learner
 from splitppo.models import lora, offload, sharding
-from splitppo.models.names import numbered
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
     measure,
-    numbered_folder,
     read_tensors,
     step_folder,
     step_of,
@@ -30,33 +28,32 @@ from splitppo.run.files import read_file, sync_folder, write_whole
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
-def tensors_of(learners: Sequence[Learner]) -> Tensors:
-    """The weights and AdamW's state: the tensors themselves, not copies. Names in all learners but
-    the first begin with the learner's number. Of a model with adapters, only what is trained."""
+def tensors_of(learner: Learner | None) -> Tensors:
+    """The weights and AdamW's state: the tensors themselves, not copies. Of a model with adapters,
+    only what is trained. Nothing, if the group trains no model."""
     held: Tensors = {}
-    for number, learner in enumerate(learners):
-        for name, parameter in learner.sharded().items():
-            if learner.adapter and not parameter.requires_grad:
-                continue
-            state = learner.state_of(parameter) if parameter.requires_grad else {}
-            for kind, tensor in {"model": parameter.detach(), **state}.items():
-                held.setdefault(kind, {})[numbered(name, number)] = sharding.described(
-                    learner.model, name, tensor
-                )
+    if not learner:
+        return held
+    for name, parameter in learner.sharded().items():
+        if learner.adapter and not parameter.requires_grad:
+            continue
+        state = learner.state_of(parameter) if parameter.requires_grad else {}
+        for kind, tensor in {"model": parameter.detach(), **state}.items():
+            held.setdefault(kind, {})[name] = sharding.described(learner.model, name, tensor)
     return held
 
 
 def load(
-    learners: Sequence[Learner],
+    learner: Learner | None,
     part: Path,
     set_states: Sequence[Callable[[dict[str, Any]], object]],
     group: Any,
 ) -> None:
-    """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it.
+    """Loads a part into a group's learner, on any number of ranks; all ranks of the group call it.
     Each of `set_states` gets the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises
     UserError if the part is damaged, or of other models."""
-    read_tensors(tensors_of(learners), part, process_group=group)
-    for learner in learners:
+    read_tensors(tensors_of(learner), part, process_group=group)
+    if learner:
         learner.release_memory()
         learner.updates = step_of(part.parent)
     read_file(
@@ -74,22 +71,16 @@ class Saver:
     group's first rank calls it after each complete part."""
 
     def __init__(
-        self,
-        learners: Sequence[Learner],
-        role: Role,
-        run_dir: Path,
-        group: Any,
-        *,
-        committed: Callable,
+        self, learner: Learner | None, role: Role, run_dir: Path, group: Any, *, committed: Callable
     ):
-        self.learners = learners
+        self.learner = learner
         self.role = role
         self.run_dir = run_dir
         self.group = group
         self.rank = dist.get_rank(group)
         self.committed = committed
         self.copies: Tensors = {}
-        self.adapters: list[dict[str, torch.Tensor]] = []
+        self.adapter: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.step = 0
         self.may_commit = threading.Event()
@@ -98,32 +89,31 @@ class Saver:
     def allocate(self) -> None:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
         first step."""
-        for kind, tensors in tensors_of(self.learners).items():
+        for kind, tensors in tensors_of(self.learner).items():
             self.copies[kind] = {
                 name: offload.host_copy(tensor) for name, tensor in tensors.items()
             }
-        for learner in self.learners:
-            learner.release_memory(changed=False)
+        if self.learner:
+            self.learner.release_memory(changed=False)
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Starts to write the part of a step, as soon as the previous part is written. `state`, the
         same on all ranks, goes into state.json. Raises FloatingPointError if a weight is not
         finite; then nothing is written."""
         self.wait()
-        for learner in self.learners:
+        learner = self.learner
+        if learner:
             learner.check_finite()
         if not self.copies:
             self.allocate()
-        for kind, tensors in tensors_of(self.learners).items():
+        for kind, tensors in tensors_of(self.learner).items():
             for name, tensor in tensors.items():
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
-        self.adapters = [
-            lora.gather_trained(learner.model, learner.adapter) if learner.adapter else {}
-            for learner in self.learners
-        ]
-        for learner in self.learners:
+        if learner:
+            if learner.adapter:
+                self.adapter = lora.gather_trained(learner.model, learner.adapter)
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
             learner.release_memory(changed=False)
@@ -172,11 +162,10 @@ class Saver:
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
-            for number, learner in enumerate(self.learners):
-                if learner.adapter and self.rank == 0:
-                    folder = numbered_folder(partial, number)
-                    lora.save(folder, learner.model, learner.adapter, self.adapters[number])
-                    names += [str((folder / name).relative_to(partial)) for name in lora.FILES]
+            learner = self.learner
+            if learner and learner.adapter and self.rank == 0:
+                lora.save(partial, learner.model, learner.adapter, self.adapter)
+                names += lora.FILES
             own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
             dist.all_gather_object(files, own, group=self.group)

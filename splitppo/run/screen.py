@@ -72,7 +72,7 @@ def opening(
         },
         **(
             {}
-            if config.value_models
+            if config.has_value
             else {"value": f"no value model: ppo.baseline={config.ppo.baseline}"}
         ),
         "placement": f"{placement.mode}: "

@@ -53,7 +53,7 @@ def reward_copy(run: Path, file: str) -> Path:
 def model_paths(config: Config) -> dict[str, str]:
     """The models that the run loads, as the configuration names them."""
     paths = {"policy": config.policy.path}
-    if config.value_models:
+    if config.has_value:
         paths["value"] = config.value.path or config.policy.path
     if config.has_kl and not config.base_is_reference:
         paths["reference"] = config.reference.path or config.policy.path

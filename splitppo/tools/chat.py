@@ -40,7 +40,7 @@ def load_models(config: Config, run: Path, saved: Path) -> tuple[Any, Any, list[
     dtype = dtype_of(config, device)
     source = model_folder(config, run, "policy")
     tokenizer = read_tokenizer(str(source), own_code=config.policy.trust_remote_code)
-    value = load_model(config, run, "value", saved) if config.value_models else None
+    value = load_model(config, run, "value", saved) if config.has_value else None
     engines = []
     for folder in (saved, None):
         try:

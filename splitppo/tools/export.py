@@ -55,20 +55,19 @@ def export(
 
     from splitppo.models import lora
     from splitppo.models.weights import save
-    from splitppo.run.checkpoint import numbered_folder
     from splitppo.run.sources import model_folder
 
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind, number in [("policy", 0), *(("value", i) for i in range(config.value_models))]:
-        folder = out / (f"{kind}_{number}" if number else kind)
+    for kind in ("policy", *["value"] * config.has_value):
+        folder = out / kind
         if not merged and getattr(config, kind).lora.rank:
             folder.mkdir(parents=True, exist_ok=True)
             for file in lora.FILES:
-                shutil.copyfile(numbered_folder(saved / PARTS[kind], number) / file, folder / file)
+                shutil.copyfile(saved / PARTS[kind] / file, folder / file)
         else:
-            model = load_model(config, run, kind, saved, number).to(getattr(torch, dtype))
+            model = load_model(config, run, kind, saved).to(getattr(torch, dtype))
             save(
                 model,
                 folder,
@@ -78,7 +77,7 @@ def export(
             )
         (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         print(f"{folder.name}: {folder}")
-    if not config.value_models:
+    if not config.has_value:
         print(f"the run has no value model: ppo.baseline={config.ppo.baseline}")
     return out
 
@@ -142,17 +141,16 @@ Settings and versions:
 """
 
 
-def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number: int = 0) -> Any:
-    """A checkpoint's policy, or the value model of this number, on the CPU in float32, adapters
-    merged. Without a checkpoint: the policy before training, or its base. Needs no process
-    group."""
+def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
+    """A checkpoint's policy or value model, on the CPU in float32, adapters merged. Without a
+    checkpoint: the policy before training, or its base. Needs no process group."""
     import torch
 
     from splitppo.models import build as models
     from splitppo.models import lora
-    from splitppo.models.names import buffers_of, numbered, weights_of
+    from splitppo.models.names import buffers_of, weights_of
     from splitppo.models.weights import fill, materialize, read_buffers
-    from splitppo.run.checkpoint import numbered_folder, read_tensors
+    from splitppo.run.checkpoint import read_tensors
     from splitppo.run.resolve import is_drawn
     from splitppo.run.sources import model_folder
 
@@ -167,16 +165,14 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None, number:
     if saved is None or adapted:
         drawn = is_drawn(config, kind)
         base = model_folder(config, run, kind, weights=not drawn)
-        fill(model, str(base), cpu, random_init=drawn, seed=config.seed + number)
+        fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
         if saved and adapted:
-            lora.merge_into(model, numbered_folder(saved / PARTS[kind], number))
+            lora.merge_into(model, saved / PARTS[kind])
         return model
     materialize(model, cpu)
     if buffers_of(model):  # checkpoints don't hold them
         read_buffers(model, str(model_folder(config, run, kind, weights=True)))
-    weights = {
-        numbered(name, number): weight.detach() for name, weight in weights_of(model).items()
-    }
+    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
     # of no_dist, which asks for just that
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)

@@ -35,7 +35,7 @@ def push(
 
     if not re.fullmatch(REPO, repo, re.ASCII):
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
-    if value and not open_run(run, step)[0].value_models:
+    if value and not open_run(run, step)[0].has_value:
         raise UserError("--value: the run has no value model, by its ppo.baseline; leave it out")
     out = export(run, step, dtype=dtype, merged=merged)
     for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:

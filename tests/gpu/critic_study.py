@@ -11,7 +11,7 @@ Studies:
 * `guess`, `stakes`: the embedded model plays games with rewards on the way: `data.task guess`, and
   stakes.py. The value model; the batch's mean by turn; groups of 8 responses, as many rows. In
   `guess` each response has a number of its own; in `stakes` a group plays one game.
-* `size`: layers of the value model, an ensemble, and what papers add. FLAGS name preset and steps.
+* `size`: layers of the value model, and what papers add. FLAGS name preset and steps.
 
 Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time. A
 run that has ended is left as it is; so the same command makes what is missing, and prints the
@@ -93,7 +93,6 @@ def size(layers: int) -> dict[str, list[str]]:
         f"layers_{half}": ["--value.layers", str(half)],
         f"layers_{quarter}": small,
         f"layers_{eighth}": ["--value.layers", str(eighth)],
-        f"two_of_{quarter}": [*small, "--value.ensemble", "2"],
         "batch": ["--ppo.baseline", "batch"],
         "whole_pretrained": PRETRAINED,
         f"layers_{quarter}_pretrained": [*small, *PRETRAINED],

@@ -86,7 +86,7 @@ ALGORITHM = [
         "value.pretrain-steps=2 value.pretrain-epochs=2",
         "value.pretrain-steps=3",
     ],
-    ["value.ensemble=2", "value.layers=1", "value.freeze=attention", "policy.freeze=embeddings"],
+    ["value.layers=1", "value.freeze=attention", "policy.freeze=embeddings"],
     ["rollout.samples=2", "rollout.samples=3"],
     ["rollout.window=3", "rollout.window=4", "rollout.window=6"],
     [
@@ -195,7 +195,7 @@ def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
     at_critic = config.placement.reference == "critic"
     if placement.colocated:
         return not (config.placement.barrier or at_critic)
-    return bool(config.value_models or config.reward.model or at_critic)
+    return bool(config.has_value or config.reward.model or at_critic)
 
 
 def drawn(seed: int, paths: dict[str, str]) -> Case:
@@ -261,10 +261,8 @@ def save_in_the_end(folder: Path) -> None:
 
     def ended(self: Run) -> None:
         for part in parts:
-            held = [
-                {name: w.clone() for name, w in learner.weights(torch.float32)}
-                for learner in part.learners
-            ]
+            weights = part.learner.weights(torch.float32) if part.learner else ()
+            held = {name: weight.clone() for name, weight in weights}
             if part.group.is_first:
                 torch.save(held, folder / f"{type(part).__name__}.pt")
         end(self)

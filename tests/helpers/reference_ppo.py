@@ -4,7 +4,7 @@ whole program.
 It imports nothing of the trainer. A row is one forward pass, without padding; a mini-batch is one
 backward pass. Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016
 (GAE), Ye et al. 2020 (dual clip), Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW);
-of critics: VC-PPO (2503.01491), VAPO (2504.05118), AsyPPO (2510.01656), SAO (2607.07508); Hu et al.
+of critics: VC-PPO (2503.01491), VAPO (2504.05118), SAO (2607.07508); Hu et al.
 2021 (LoRA).
 """
 
@@ -313,18 +313,10 @@ def truncated_weights(old: Tensor, engine: Tensor, h: Hyper) -> Tensor:
     return torch.clip(bounded(kinds[h.importance]).exp(), max=h.importance_cap)
 
 
-def own_rows(rows: list[int], model: int, models: int, samples: int) -> list[int]:
-    """AsyPPO: the rows of a mini-batch that a value model learns from. Row r is response r %
-    samples of its prompt."""
-    if samples >= models:
-        return [row for row in rows if row % samples % models == model]
-    return [row for row in rows if row // samples % models == model]
-
-
 def ppo_step(
     policy: Any,
     reference: Any,
-    value_models: list[Any],
+    value: Any,
     optimizers: Any,
     step: Step,
     h: Hyper,
@@ -338,13 +330,10 @@ def ppo_step(
         if h.old_logprobs == "engine":
             old = [torch.tensor(row.engine) for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
-        by_model = [
-            [value_of(run(value, row)[:, 0], h) for row in step.rows] for value in value_models
-        ]
-        for value, rows in zip(value_models, by_model, strict=True):
-            zero_head(value, rows, step, h, old, ref, kl_coef)
-        old_values = [torch.stack(rows).mean(dim=0) for rows in zip(*by_model, strict=True)]
-        old_values = old_values or [torch.zeros_like(x) for x in old]
+        old_values = [torch.zeros_like(x) for x in old]
+        if value:
+            old_values = [value_of(run(value, row)[:, 0], h) for row in step.rows]
+            zero_head(value, old_values, step, h, old, ref, kl_coef)
         adv, returns, kls = [], [], []
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
@@ -394,18 +383,16 @@ def ppo_step(
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
     epochs = h.pretrain_epochs if pretrains else h.value_epochs or h.epochs
-    for model, value in enumerate(value_models):
-        for rows in step.value_mini_batches * epochs:
-            rows = own_rows(kept(rows, step, h), model, len(value_models), h.samples)
-            before = by_model[model]
-            value_losses = [
-                value_loss(run(value, step.rows[i])[:, 0], before[i], returns[i], h) for i in rows
-            ]
-            if not value_losses:
-                continue
-            loss = aggregate(value_losses, h.aggregate)
-            result.value_losses.append(loss.item())
-            result.value_grad_norms.append(descend(value, optimizers[1 + model], loss, h))
+    for rows in step.value_mini_batches * epochs if value else []:
+        value_losses = [
+            value_loss(run(value, step.rows[i])[:, 0], old_values[i], returns[i], h)
+            for i in kept(rows, step, h)
+        ]
+        if not value_losses:
+            continue
+        loss = aggregate(value_losses, h.aggregate)
+        result.value_losses.append(loss.item())
+        result.value_grad_norms.append(descend(value, optimizers[1], loss, h))
     return result
 
 
@@ -462,17 +449,18 @@ def kept(rows: list[int], step: Step, h: Hyper) -> list[int]:
 
 
 def reference_ppo(
-    policy: Any, reference: Any, values: list[Any], steps: Iterable[Step], hyper: Hyper
+    policy: Any, reference: Any, value: Any, steps: Iterable[Step], hyper: Hyper
 ) -> list[StepResult]:
-    """Train `policy` and `values` in place on given rollouts, one result a step.
+    """Train `policy` and `value` in place on given rollouts, one result a step.
 
-    `policy`, `reference`: Hugging Face causal language models; `values`: token classification
-    models with one label. Rows need a prompt and a response of at least one token each.
+    `policy`, `reference`: Hugging Face causal language models; `value`: a token classification
+    model with one label, or None. Rows need a prompt and a response of at least one token each.
     """
-    for model in (policy, reference, *values):
+    for model in filter(None, (policy, reference, value)):
         model.eval()  # no dropout
     optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
-    optimizers += [adamw(value, hyper.value_lr, hyper, hyper.value_frozen) for value in values]
+    if value:
+        optimizers.append(adamw(value, hyper.value_lr, hyper, hyper.value_frozen))
     results, kl_coef = [], hyper.kl_coef
     pretrains, best, stale, waited = hyper.pretrain_steps > 0, -float("inf"), 0, 0
     for number, step in enumerate(steps, 1):
@@ -487,7 +475,7 @@ def reference_ppo(
             group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
         phase: Any = {"learns": learns, "pretrains": pretrains}
         results.append(
-            ppo_step(policy, reference, values, optimizers, step, hyper, kl_coef=kl_coef, **phase)
+            ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, **phase)
         )
         stale = 0 if results[-1].explained > best else stale + 1
         best = max(best, results[-1].explained)

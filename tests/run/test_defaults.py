@@ -24,7 +24,7 @@ OLDER = (
     "--steps=9 --ppo.lam=0.7 --ppo.gamma=0.9 --rollout.max-prompt-tokens=512 --rollout.samples=2"
 ).split()
 OLDER += (
-    "--placement.mode=colocated --fsdp.shard-size=node --compute.device=cuda --value.ensemble=2"
+    "--placement.mode=colocated --fsdp.shard-size=node --compute.device=cuda --value.layers=1"
 ).split()
 OLDER += (
     "--engine.tensor-parallel=2 --policy.offload=all --data.no-chat --log.trackers tensorboard"
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "metrics").mkdir(parents=True)
     (folder / "metrics" / "actor.jsonl").write_text('{"step": 1}\n')
     text = to_toml(parse([*OLDER, f"--run-dir={folder}"]))
-    (folder / "config.toml").write_text(text.replace("[ppo]", "[ppo]\nmask_agreement = 0.0"))
+    (folder / "config.toml").write_text(text.replace("[value]", "[value]\nensemble = 1"))
     return folder
 
 

@@ -76,8 +76,7 @@ BOUNDS = [
     ppo.kl_horizon engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
     reference.tensor_parallel fsdp.sequence_parallel value.sequence_parallel
     reference.sequence_parallel reward.tensor_parallel reward.sequence_parallel
-    rollout.max_context env.max_observation_tokens value.layers value.ensemble
-    value.pretrain_epochs
+    rollout.max_context env.max_observation_tokens value.layers value.pretrain_epochs
 -1 | -1 | must be at least 1 | rollout.max_new_tokens data.validation_rows
     compute.micro_batch_tokens
 0 | 0 | must be at least 1, or node | fsdp.shard_size
@@ -142,7 +141,6 @@ EARLY = [
             [f"{name}={value}: ppo.baseline=batch has no value model; unset {name}"],
         )
         for name, value in {
-            "value.ensemble": 2,
             "value.optim.lr": 0.25,
             "value.path": "tiny",
             "ppo.critic_warmup": 1,
@@ -186,15 +184,6 @@ EARLY = [
     value.pretrain_steps=2 and ppo.critic_warmup=1 are both for the first steps; unset one
 --value.pretrain-steps=9 --steps=3 =>
     value.pretrain_steps=9 are more than all steps=3; raise steps
---value.pretrain-steps=2 --value.ensemble=2 =>
-    value.pretrain_steps=2 with value.ensemble=2: pretrain one value model ... value.path
---value.ensemble=2 --rollout.samples=3 --rollout.batch-size=6 =>
-    rollout.samples=3 does not cut into 2 equal parts, one for each model of value.ensemble; use 2
-    or 4
---value.ensemble=3 =>
-    the 128 prompts of rollout.batch_size=128 do not cut into 3 equal parts ... 126 or 132
---value.ensemble=3 --rollout.samples=2 --rollout.batch-size=8 =>
-    the 4 prompts of rollout.batch_size=8 do not cut into 3 equal parts ... use 6 or 12
 --reward.normalize=batch --rollout.window=8 =>
     reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running
 --value.range 0 1 --ppo.kl-coef=0.1 =>

@@ -160,7 +160,7 @@ def test_a_prompt_is_rendered_as_the_run_renders_it(run: Path, tmp_path: Path):
     tokenizer.save_pretrained(tmp_path / "run" / "tiny")
     settings = tmp_path / "run" / "config.toml"
     # a run of an earlier version
-    changed = settings.read_text().replace("[ppo]", "[ppo]\nmask_agreement = 0.0")
+    changed = settings.read_text().replace("[value]", "[value]\nensemble = 1")
     changed = changed.replace(
         'chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"'
     )
