@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = (1, 2, 3, 4)
 TRAINING = 20_000  # sums in the file
 HELD_OUT = {1: 14, 2: 328, 3: 328, 4: 328}  # of one digit there are 55, in either order
-RATES = ("1e-5", "2e-5", "4e-5")
+RATES = ("1e-5", "2e-5", "4e-5", "8e-5")
 RATE_SEEDS = (1, 2)
 SEEDS = tuple(range(11, 21))
 STEPS = 50
@@ -270,10 +270,18 @@ class Block:
         ]
         return min(left, key=lambda job: self.failures.get(job.name, 0), default=None)
 
+    def free_gpu(self) -> int:
+        """Of the GPUs with fewest runs, the one with fewest value models, which take memory."""
+
+        def load(gpu: int) -> tuple[int, int]:
+            arms = [job.arm for job, _, at, _ in self.running.values() if at == gpu]
+            return len(arms), sum(arm.startswith("V") for arm in arms)
+
+        return min(range(max(1, self.options.gpus)), key=load)
+
     def start(self, job: Job) -> None:
         options = self.options
-        busy = [gpu for _, _, gpu, _ in self.running.values()]
-        gpu = min(range(max(1, options.gpus)), key=busy.count)
+        gpu = self.free_gpu()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
