@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.context import Context, learning_metrics
+from splitppo.context import Context
 from splitppo.job.collectives import Group
-from splitppo.learner import Learner, start_at_mean
+from splitppo.learner import Learner, learning_metrics, start_at_mean, trainable_rows
 from splitppo.models.batching import Fields, MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality, summaries
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
-from splitppo.models.tokenizer import token_figures
 from splitppo.placement import StepPlan
 from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
-from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures
+from splitppo.rewards.samples import record, token_figures
+from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
 from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores, spread_of
 from splitppo.rollout import Rollout, digest
 
@@ -115,7 +115,7 @@ class Critic:
         def start() -> Pending:
             prompts = map(self.context.prompt, rollout.rows)
             parts = zip(prompts, rollout.episodes, strict=True)
-            return self.scorer.submit([self.context.to_score(*part) for part in parts])
+            return self.scorer.submit([to_score(self.context, *part) for part in parts])
 
         started = self.decoder.submit(start)
         return lambda: started.result()()
@@ -136,15 +136,11 @@ class Critic:
                 prompts, rollout.episodes, self.context.config.reward
             )
         results = self.group.of_first(pending)
-        for result in results:
+        for row, result in zip(rollout.rows, results, strict=True):
             for name, figure in result.figures.items():
                 extra.setdefault(f"reward/{name}", []).append(figure)
-        failures += [
-            (row, failure)
-            for row, one in zip(rollout.rows, results, strict=True)
-            for failure in one.failures
-        ]
-        scores = scores + torch.tensor([one.score for one in results])
+            failures += [(row, failure) for failure in result.failures]
+        scores = scores + torch.tensor([result.score for result in results])
         return ScoredRows(rollout, values, scores, extra, failures, ref)
 
     def release_models(self) -> None:
@@ -308,7 +304,9 @@ class Critic:
         ppo = self.context.config.ppo
         rows = scored.rollout
         count = ppo.value_mini_batches or ppo.mini_batches
-        mini_batches = self.context.trainable_rows(plan, rows, "critic", self.group.dp_rank, count)
+        mini_batches = trainable_rows(
+            self.context.config, plan, rows, "critic", self.group.dp_rank, count
+        )
         epochs = ppo.value_epochs or ppo.epochs
         if self.pretraining.runs(plan.step):
             epochs = self.context.config.value.pretrain_epochs
@@ -328,7 +326,7 @@ class Critic:
         tokens = token_figures(scored.rollout, found.figures, context.decode)
         rows = zip(episodes, scored.totals.tolist(), tokens, strict=True)
         return [
-            context.record(step, context.prompt(episode.row), episode, score, figures)
+            record(context, step, context.prompt(episode.row), episode, score, figures)
             for episode, score, figures in islice(rows, context.config.log.samples)
         ]
 

@@ -28,8 +28,11 @@ from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sequence import sequence_of
 from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
+from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Rollout
 
+# figures of how the work was cut; they depend on the placement
+WORK = ("padding", "imbalance", "update_tflop")
 # full weights gathered in one message, at least: with a message per tensor, latency dominates
 GATHER_BYTES = 2**27
 
@@ -340,6 +343,33 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     share = 1 - progress if optim.schedule == "linear" else cosine
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share)
+
+
+def trainable_rows(
+    config: Config, plan: StepPlan, rollout: Rollout, role: Role, rank: int, count: int = 0
+) -> list[list[int]]:
+    """The rows of each mini-batch that the losses are over; the last arguments are those of
+    `StepPlan.slots`."""
+    masked = config.ppo.mask_truncated
+    rows = [e.row for e in rollout.episodes if not (masked and e.is_unfinished)]
+    return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
+
+
+def learning_metrics(
+    role: str, loss: str, figures: Sequence[dict[str, float]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Means over a step's optimizer steps (`figures`, of `Learner.update`), those that were
+    skipped, and the bare figures of each. A step that trained on no row has 0 for every mean.
+    `names`: of the objective's metrics."""
+    metrics: dict[str, Any] = {}
+    for name in figures[0] if figures else (*names, "loss", "grad_norm", "skipped", *WORK):
+        total = sum((figure[name] for figure in figures), 0.0)
+        full = f"perf/{name}" if name in WORK else f"{role}/{loss if name == 'loss' else name}"
+        metrics[full] = total if name == "skipped" else total / max(1, len(figures))
+    metrics["optimizer_steps"] = [
+        {name: figure[name] for name in ("loss", "grad_norm")} for figure in figures
+    ]
+    return metrics
 
 
 def start_at_mean(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.config import Config
-from splitppo.context import Context, learning_metrics
+from splitppo.context import Context
 from splitppo.engine import Weights
 from splitppo.errors import UserError, say, warn
-from splitppo.learner import Learner
+from splitppo.learner import Learner, learning_metrics, trainable_rows
 from splitppo.models.batching import Fields, MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference
@@ -142,7 +142,7 @@ class Policy:
         if not waits:
             figures = self.learner.update(
                 rollout,
-                self.context.trainable_rows(plan, rollout, "actor", self.group.dp_rank),
+                trainable_rows(self.context.config, plan, rollout, "actor", self.group.dp_rank),
                 self._columns(rollout, logprobs, advantages) | weights,
                 self._objective,
                 step=step,

@@ -9,7 +9,8 @@ from typing import Any
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, row_seed
 from splitppo.job.collectives import Group
-from splitppo.rewards.scorer import Pending, Scorer, say_failures
+from splitppo.rewards.samples import record
+from splitppo.rewards.scorer import Pending, Scorer, say_failures, to_score
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode
 from splitppo.sampler import Player, Sampler
@@ -61,7 +62,7 @@ class Validator:
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                said = [self.context.to_score(prompts[row.row // n], row) for row in finished]
+                said = [to_score(self.context, prompts[row.row // n], row) for row in finished]
                 # the scorer works while the engine generates
                 batches.append((finished, [text for _, text, _ in said], self.scorer.submit(said)))
         found = []
@@ -86,8 +87,8 @@ class Validator:
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:
                     prompt = prompts[episode.row // n]
-                    told = self.context.record(step, prompt, episode, score)
-                    written.append(told | {"sample": episode.row % n})
+                    line = record(self.context, step, prompt, episode, score)
+                    written.append(line | {"sample": episode.row % n})
         failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:

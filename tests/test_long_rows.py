@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from splitppo import algo, train
 from splitppo.config import Config, EnvConfig, OptimConfig, PlacementConfig
-from splitppo.context import RECORDED_TOKENS, Context
+from splitppo.context import Context
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.learner import Learner
@@ -31,6 +31,7 @@ from splitppo.models.sharding import parallelize
 from splitppo.models.tiny import build_tokenizer, model_config
 from splitppo.models.weights import fill
 from splitppo.placement import Role, SetShape, place
+from splitppo.rewards.samples import RECORDED_TOKENS, record
 from splitppo.rollout import Prompt, Rollout
 from splitppo.run.files import shown
 
@@ -174,14 +175,14 @@ def test_figures_of_a_long_rows_first_tokens_are_written_and_the_others_counted(
     context = Context(config, lambda _: Prompt("", [5], "", "", {}), (), lambda ids: "7" * len(ids),
                       10, lambda ids: [{"role": "user", "content": "7" * len(ids)}])  # fmt: skip
     tokens = {"text": ["7"] * length, "value": [*range(length)]}
-    found = context.record(1, context.prompt(0), row, 1.0, tokens)
+    found = record(context, 1, context.prompt(0), row, 1.0, tokens)
     assert found["tokens"] == {name: line[:RECORDED_TOKENS] for name, line in tokens.items()}
     assert found["tokens_left_out"] == 1000
     assert len(found["response"]) == length
     # a turn's value is there all the same
     assert [turn["value"] for turn in found["turns"] if "value" in turn] == [0, length - 5]
     assert {"tokens", "tokens_left_out"}.isdisjoint(shown(found))
-    whole = context.record(1, context.prompt(0), row, 1.0, {"text": ["7"] * RECORDED_TOKENS})
+    whole = record(context, 1, context.prompt(0), row, 1.0, {"text": ["7"] * RECORDED_TOKENS})
     assert "tokens_left_out" not in whole
 
 

@@ -15,11 +15,12 @@ from ranks import run_threads
 
 from splitppo import algo
 from splitppo.config.cli import parse
-from splitppo.context import Context, learning_metrics
+from splitppo.context import Context
 from splitppo.critic import Critic, ScoredRows
 from splitppo.errors import UserError
 from splitppo.generator import Generator
 from splitppo.job.collectives import Group
+from splitppo.learner import learning_metrics
 from splitppo.placement import own
 from splitppo.policy import Policy
 from splitppo.rewards.scorer import Failure, count_failures

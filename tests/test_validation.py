@@ -20,6 +20,7 @@ from splitppo.config import Config, EnvConfig, LogConfig, RolloutConfig
 from splitppo.context import Context
 from splitppo.engine import Piece, row_seed
 from splitppo.job.collectives import Group
+from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Failure, Scored
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
 from splitppo.rollout import Episode, Prompt, Segment, episode_of
@@ -398,20 +399,20 @@ def test_a_dialogue_is_written_with_what_each_turn_was_worth():
     )
     values = {"value": [0.1, 0.2, 0.3, None, None, 0.4, 0.5]}
     prompt = replace(prompt, messages=asked, tokens=[1])
-    told = context.record(5, prompt, row, 0.75, values)
+    told = record(context, 5, prompt, row, 0.75, values)
     assert told["turns"] == [
         *asked,
         {"role": "assistant", "content": "said", "reward": 0.25, "value": 0.1},
         {"role": "user", "content": "2 tokens"},
         {"role": "assistant", "content": "said", "reward": 0.5, "value": 0.4},
     ]
-    assert "value" not in context.record(5, prompt, row, 0.75)["turns"][2]
-    assert "turns" not in writer("said").record(5, prompt, row, 0.75)
+    assert "value" not in record(context, 5, prompt, row, 0.75)["turns"][2]
+    assert "turns" not in record(writer("said"), 5, prompt, row, 0.75)
 
 
 def test_a_score_is_written_to_six_places():
-    record = writer("said").record(5, held_out(1)[0], episode_of(3, [1], [2]), 2 / 3)
-    assert (record["score"], record["row"], record["prompt"]) == (0.666667, 3, "ask 0")
+    line = record(writer("said"), 5, held_out(1)[0], episode_of(3, [1], [2]), 2 / 3)
+    assert (line["score"], line["row"], line["prompt"]) == (0.666667, 3, "ask 0")
 
 
 def test_the_question_of_a_chat_is_what_the_user_said_last():
@@ -425,9 +426,9 @@ def test_the_question_of_a_chat_is_what_the_user_said_last():
     messages = [{"role": role, "content": content} for role, content in said]
     chat = Prompt("<|user|>12+7?<|end|>", [1], "here", "19", {}, messages)
     ended = episode_of(2, [1], [2])
-    row = writer("19").record(3, chat, ended, 1.0)
+    row = record(writer("19"), 3, chat, ended, 1.0)
     assert (row["question"], row["prompt"]) == ("12+7?", "<|user|>12+7?<|end|>")
-    plain = writer("19").record(3, replace(chat, messages=None), ended, 1.0)
+    plain = record(writer("19"), 3, replace(chat, messages=None), ended, 1.0)
     assert plain["question"] == "<|user|>12+7?<|end|>"
     shown_row = {
         "step": 3,

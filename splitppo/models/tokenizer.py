@@ -1,16 +1,14 @@
 """A model folder's tokenizer, and what a person sees of tokens."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from splitppo.models.build import check_ids, folder_error
-from splitppo.rollout import Rollout
 
 TEMPLATE = "the chat template"
 # without one of these files, transformers returns an empty tokenizer and no error
@@ -108,20 +106,3 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
         start, known = (known, k) if grown > 0 or stuck else (start, known)
     ends[-1] = len(whole)
     return [whole[a:b] for a, b in pairwise(ends)]
-
-
-def token_figures(
-    rollout: Rollout, figures: Mapping[str, Tensor], decode: Callable[[Sequence[int]], str]
-) -> Iterator[dict[str, list[Any]]]:
-    """For each row of a rollout: the `text` of each token of `response`, and its figures to four
-    digits, None where the policy did not sample the token. `figures` are `[N]` by name."""
-    parts = {name: rollout.split(packed) for name, packed in figures.items()}
-    for i, episode in enumerate(rollout.episodes):
-        lines: dict[str, list[Any]] = {"text": token_texts(decode, episode.response)}
-        for name, rows in parts.items():
-            found = {
-                at: round(x, 4)
-                for at, x in zip(episode.places.tolist(), rows[i].tolist(), strict=True)
-            }
-            lines[name] = [found.get(at) for at in range(len(episode.response))]
-        yield lines

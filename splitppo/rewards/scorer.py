@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from splitppo.config import RewardConfig
+from splitppo.context import Context
 from splitppo.errors import UserError
 from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
@@ -25,7 +26,7 @@ from splitppo.rewards.functions import (
     handler_of,
     scored_by,
 )
-from splitppo.rollout import Prompt
+from splitppo.rollout import Episode, Prompt, dialogue
 from splitppo.workers import FAILING_STEPS, Failure, Work, is_async, say_failures
 from splitppo.workers.pool import Pool
 
@@ -45,6 +46,12 @@ class Scored:
 # a prompt, the decoded response (the last turn), and what makes messages of the row
 ToScore = tuple[Prompt, str, *tuple[Callable[[], Any], ...]]
 Pending = Callable[[], list[Scored]]  # waits for the scores of rows
+
+
+def to_score(context: Context, prompt: Prompt, episode: Episode) -> ToScore:
+    """A row as `Scorer.submit` gets it."""
+    messages = partial(dialogue, prompt, episode, context.decode, context.read)
+    return prompt, context.decode(episode.turns[-1][0]), messages
 
 
 def check_prompts(

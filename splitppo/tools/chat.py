@@ -75,7 +75,7 @@ def load(
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
-    from splitppo.models.tokenizer import token_figures
+    from splitppo.rewards.samples import token_figures
     from splitppo.rollout import Rollout
     from splitppo.sampler import Sampler
 
