@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from splitppo.envs.jail import REFUSED
+from splitppo.envs.seccomp import seccomp_filter
 from splitppo.errors import UserError, one_line
 
 SECONDS = 10
@@ -29,8 +30,9 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
         raise UserError(
             f"env.tools=python: this machine can't keep a program apart from itself ({error}); "
             "allow user namespaces (docker run --security-opt seccomp=unconfined; sysctl "
-            "kernel.apparmor_restrict_unprivileged_userns=0), allow the network if that alone "
-            "fails (--env.network), or drop the tool"
+            "kernel.apparmor_restrict_unprivileged_userns=0) on Linux 5.12 or later with seccomp "
+            "filters, x86-64 or aarch64; allow the network if that alone fails (--env.network); or "
+            "drop the tool"
         ) from error
 
     def python(code: str) -> str:
@@ -49,25 +51,30 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
-    end well. Raises RuntimeError if the kernel allows no jail."""
+    end well. Raises RuntimeError if this machine allows no jail."""
+    calls = seccomp_filter(platform.machine()).hex()
     with subprocess.Popen(
         [
             os.path.realpath(sys.executable), "-I", "-S", _JAIL,
-            json.dumps({"network": network, "seconds": seconds, **_interpreter(network)}),
+            json.dumps(
+                {"network": network, "seconds": seconds, "calls": calls, **_interpreter(network)}
+            ),
         ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
         start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdin
         assert process.stdout
+        assert process.stderr
         with suppress(BrokenPipeError), process.stdin as program:
             program.write(code.encode(errors="replace"))
         printed = process.stdout.read(OUTPUT + 1)
         if len(printed) > OUTPUT:
             process.kill()  # and so all that it has started
+        complaint = process.stderr.read().decode(errors="replace")
+    if complaint:
+        raise RuntimeError(one_line(complaint))
     text = printed[:OUTPUT].decode(errors="replace")
-    if process.returncode == REFUSED:
-        raise RuntimeError(one_line(text))
     if len(printed) > OUTPUT:
         return f"{text}\n[stopped: it printed more than {OUTPUT} bytes]"
     ends = {0: "", -signal.SIGALRM: f"\n[stopped after {seconds} s]"}
