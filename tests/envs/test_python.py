@@ -51,6 +51,7 @@ KERNEL = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 room = ctypes.create_string_buffer(256)
+let_through = []
 for name, *given in (
     ("shmget", 0, 1 << 20, 0o1600), ("msgget", 0, 0o1600), ("semget", 0, 1, 0o1600),
     ("mq_open", b"/queue", 0o102, 0o600, None), ("inotify_init1", 0), ("signalfd", -1, room, 0),
@@ -66,8 +67,8 @@ for name, *given in (
 ):
     result = getattr(libc, name)(*given)
     if result != -1 or ctypes.get_errno() not in (1, 38):
-        print(name, given, result, ctypes.get_errno())
-print("all refused")
+        let_through.append((name, given, result, ctypes.get_errno()))
+print("let through:", let_through)
 """
 # what programs do that calculate, on the edge of the list of system calls
 MAY = """
@@ -106,13 +107,15 @@ print("it may")
 # families of sockets that are neither of this machine's files nor of the internet
 FAMILIES = """
 import socket
+made = []
 for family in range(50):
     for make in (socket.socket, socket.socketpair):
         try:
             make(family, socket.SOCK_DGRAM)
-            print(family)
+            made.append(family)
         except OSError as error:
             assert family in (1, 2, 10) or error.errno == 97, (family, error)
+print(made)
 """
 # name -> (the program; part of what it prints). Where the jail is broken they do no harm.
 ATTEMPTS: dict[str, tuple[str, str]] = {
@@ -229,8 +232,8 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
     ),
     "makes a long file": ("open('a', 'w').truncate(1 << 40)", "File too large"),
     "opens 500 files": ("files = [open('main.py') for _ in range(500)]", "Too many open files"),
-    "calls the kernel by what it does not need": (KERNEL, "all refused"),
-    "makes sockets of other families": (FAMILIES, "1\n1\n2\n10\n"),
+    "calls the kernel by what it does not need": (KERNEL, "let through: []"),
+    "makes sockets of other families": (FAMILIES, "[1, 1, 2, 10]"),
     "maps 4 GiB": ("import mmap; mmap.mmap(-1, 4 << 30)", "Cannot allocate memory"),
     "never ends": ("while True: pass", "stopped after 1 s"),
     "sleeps": ("print(1, flush=True); import time; time.sleep(60)", "stopped after 1 s"),
