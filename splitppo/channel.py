@@ -18,6 +18,7 @@ from splitppo.rollout import (
     Rollout,
     exchange_rows,
     exchange_tensors,
+    pack,
     pack_rows,
     unpack_rows,
 )
@@ -87,10 +88,10 @@ class RolloutLink(_Link):
         never waits."""
         self._begin(plan)
         for episode in finished if self.group.speaks else ():
-            slot = episode.row % plan.count
+            slot = plan.streams.slot(episode.row)
             if self.window:  # slots decode side by side
-                self._place[slot] += episode.fresh
-                self._close_before((self._place[slot] * self.chunks - 1) // self.window)
+                self._decoded[slot] += episode.last_step_tokens
+                self._close_before((self._decoded[slot] * self.chunks - 1) // self.window)
             peer = self._peer_of[slot]
             self._filling[peer].append(episode)
             if len(self._filling[peer]) == self._due[peer][0][1]:
@@ -135,7 +136,7 @@ class RolloutLink(_Link):
         self._due = {}
         self._peer_of: dict[int, int] = {}  # slot -> peer
         self._filling = defaultdict[int, list[Episode]](list)  # peer -> rows of its next chunk
-        self._place = defaultdict[int, int](int)  # slot -> tokens that it has decoded in this step
+        self._decoded = defaultdict[int, int](int)  # slot -> its tokens in this step
         for peer, slots in self._peers(plan):
             sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
             self._due[peer] = deque(
@@ -168,29 +169,33 @@ class TensorLink(_Link):
     ) -> None:
         """Sends the rows in common of float32 tensors `[N]`."""
         stacked = torch.stack(list(packed))
-        for peer, rows in self._shared(plan, rollout) if self.group.speaks else ():
-            values = rollout.select(stacked, rows).float().flatten()
+        for peer, places in self._shared(plan, rollout) if self.group.speaks else ():
+            values = rollout.select(stacked, places).float().flatten()
             self.wire.send(self._hop(plan.step, peer), values, [flag])
 
     def recv(self, plan: StepPlan, rollout: Rollout, *, fields: int) -> tuple[list[Tensor], bool]:
         """`fields` packed tensors `[N]` for all rows of `rollout`, and the flag: False on a rank
         without rows, which gets no message."""
-        by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
+        pieces: list[list[Tensor]] = [[] for _ in range(fields)]
         flag = False
-        for peer, rows in self._shared(plan, rollout):
-            lengths = [rollout.lengths[rollout.index[row]] for row in rows]
+        shared = self._shared(plan, rollout)
+        for peer, places in shared:
+            lengths = [rollout.episode_lengths[place] for place in places]
             header, payload = self._recv(
                 self._hop(plan.step, peer), torch.float32, lambda _, n=lengths: fields * sum(n)
             )
             flag = flag or bool(header[0])
-            for field, values in zip(by_row, payload.view(fields, -1), strict=True):
-                field.update(zip(rows, values.split(lengths), strict=True))
-        return [rollout.pack(field) for field in by_row], flag
+            for field, values in zip(pieces, payload.view(fields, -1), strict=True):
+                field += values.split(lengths)
+        places = [place for _, places in shared for place in places]
+        return [pack(field, places) for field in pieces], flag
 
     def _shared(self, plan: StepPlan, rollout: Rollout) -> list[tuple[int, list[int]]]:
-        """(global rank of the peer, rows in common with it) for each peer with rows."""
-        found = [(peer, plan.rows_of(slots, rollout.rows)) for peer, slots in self._peers(plan)]
-        return [(peer, rows) for peer, rows in found if rows]
+        """(global rank of the peer, places of the rows in common with it) for each peer with
+        rows."""
+        peers = self._peers(plan)
+        shared = [(peer, plan.places(slots, rollout.rows)) for peer, slots in peers]
+        return [(peer, places) for peer, places in shared if places]
 
 
 class Links:
@@ -231,8 +236,8 @@ class Exchange:
         if self.same:
             return rollout
         parts = [
-            [rollout.episodes[rollout.index[row]] for row in rows]
-            for rows in self._sent("actor", "critic", plan, rollout)
+            [rollout.episodes[place] for place in places]
+            for places in self._sent("actor", "critic", plan, rollout)
         ]
         return Rollout(exchange_rows(self.groups["actor"], parts))
 
@@ -252,17 +257,16 @@ class Exchange:
         group = self.groups[sender]
         rank = self.groups[receiver].dp_rank
         slots = (plan.between(sender, peer, receiver, rank) for peer in range(group.dp_size))
-        rows = [row for part in slots for row in plan.rows_of(part, due.rows)]
-        return exchange_tensors(
-            group, packed, held, self._sent(sender, receiver, plan, held), rows, due
-        )
+        places = [place for part in slots for place in plan.places(part, due.rows)]
+        sent = self._sent(sender, receiver, plan, held)
+        return exchange_tensors(group, packed, held, sent, due, places)
 
     def _sent(self, sender: Role, receiver: Role, plan: StepPlan, held: Rollout) -> list[list[int]]:
-        """The rows that each rank on this rank's line gets from it."""
+        """The places of the rows that each rank on this rank's line gets from it."""
         group = self.groups[sender]
-        theirs = (
+        receivers = (
             (peer * group.set_size + group.set_rank) // self.groups[receiver].set_size
             for peer in range(group.dp_size)
         )
-        slots = (plan.between(sender, group.dp_rank, receiver, rank) for rank in theirs)
-        return [plan.rows_of(part, held.rows) for part in slots]
+        slots = (plan.between(sender, group.dp_rank, receiver, rank) for rank in receivers)
+        return [plan.places(part, held.rows) for part in slots]

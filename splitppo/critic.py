@@ -19,13 +19,13 @@ from splitppo.models.batching import Fields, MicroBatch, dummy_rollout
 from splitppo.models.calibration import quality, summaries
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.runner import Reference
-from splitppo.placement import StepPlan
+from splitppo.placement import StepPlan, Streams
 from splitppo.pretraining import Pretraining
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
 from splitppo.rewards.shaping import AdaptiveKL, check_range, shape_scores, spread_of
-from splitppo.rollout import Rollout, digest
+from splitppo.rollout import Rollout, digest, pack
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Critic:
         first = not self.past_scores.count
         shaped, turns = self._shape(scored)
         last = shaped - rollout.sums(turns)  # what is left for the row's last token
-        rewards = turns + algo.token_rewards(last, kl, rollout.lengths, kl_coef=kl_coef)
+        rewards = turns + algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=kl_coef)
         if first and self.learner:
             start_at_mean(self.learner, scored.values, rewards, rollout, self.context.config)
         values = scored.values
@@ -217,7 +217,7 @@ class Critic:
     ) -> tuple[Tensor, Tensor]:
         """Advantages, and the value model's targets or, without one, rewards-to-go; all `[N]`."""
         ppo = self.context.config.ppo
-        lengths = rollout.lengths
+        lengths = rollout.episode_lengths
         if not self.learner:
             returns, _ = algo.gae(rewards, values, lengths, gamma=ppo.gamma, lam=1.0)
             return returns - self._baseline(rollout, returns).to(returns.dtype), returns
@@ -237,14 +237,15 @@ class Critic:
         turns = rollout.turns()
         (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
         # without a window, a step's rows are those of its slots
-        prompts = torch.tensor(rollout.rows).long() % config.rollout.batch_size // samples
+        streams = Streams(config.rollout.batch_size, samples)
+        slot_prompts = [streams.slot_prompt(row) for row in rollout.rows]
         return algo.turn_baseline(
             returns,
             turns,
-            rollout.lengths,
+            rollout.episode_lengths,
             count=count,
             all_sum=self.group.all_sum,
-            prompts=prompts if config.ppo.baseline == "group" else None,
+            prompts=torch.tensor(slot_prompts).long() if config.ppo.baseline == "group" else None,
             shape=(config.rollout.batch_size // samples, samples),
         )
 
@@ -262,7 +263,7 @@ class Critic:
         moments = batch if config.reward.normalize == "batch" else self.past_scores
         shaped = shape_scores(
             scored.totals,
-            rollout.lengths,
+            rollout.episode_lengths,
             [episode.truncated for episode in rollout.episodes],
             moments,
             config.reward,
@@ -364,16 +365,15 @@ def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
 def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     """The chunks of a step as one."""
     rollout = Rollout(episode for part in parts for episode in part.rollout.episodes)
-    rows = [row for part in parts for row in part.rollout.rows]
+    places = rollout.places(row for part in parts for row in part.rollout.rows)
 
     def packed(tensors: Sequence[Tensor]) -> Tensor:
         pieces = [
             piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)
         ]
-        return rollout.pack(dict(zip(rows, pieces, strict=True)))
+        return pack(pieces, places)
 
-    order = torch.tensor(rows, dtype=torch.int64).argsort()
-    scores = torch.cat([part.scores for part in parts])[order]
+    scores = torch.cat([part.scores for part in parts])[torch.tensor(places).long().argsort()]
     extra = {
         name: [figure for part in parts for figure in part.extra.get(name, [])]
         for name in dict.fromkeys(name for part in parts for name in part.extra)

@@ -141,7 +141,7 @@ class Generator:
         rows, tokens, prompts, cut, whole, age, sampled_now = self.group.all_sum(
             torch.tensor([float(part) for part in sums])
         ).tolist()
-        largest = max(rollout.lengths, default=0), max(ages.tolist(), default=0)
+        largest = max(rollout.episode_lengths, default=0), max(ages.tolist(), default=0)
         longest, oldest, step_ms = zip(
             *self.group.all_gather((*largest, self.engine.step_ms)), strict=True
         )
@@ -154,7 +154,7 @@ class Generator:
             lengths = [row.tokens for row in open_rows]
             metrics |= {
                 "window/rows": rows,
-                "window/sampled": sampled_now + sum(row.fresh for row in open_rows),
+                "window/sampled": sampled_now + sum(row.last_step_tokens for row in open_rows),
                 "window/age/max": max(oldest),
                 "window/open_length/mean": sum(lengths) / len(lengths),
                 "window/open_length/max": max(lengths),

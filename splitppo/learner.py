@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -148,8 +148,8 @@ class Learner:
         mini-batch over all ranks, so gradients don't depend on how it is cut.
 
         Args:
-            mini_batches: this rank's rows of each mini-batch. A mini-batch that is empty on all
-                ranks is no step.
+            mini_batches: the places of this rank's rows of each mini-batch. A mini-batch that is
+                empty on all ranks is no step.
             fields: packed tensors `[N]` that the objective needs.
 
         Returns:
@@ -164,7 +164,7 @@ class Learner:
         rollout, mini_batches, fields = self.runner.balance(
             self.model, rollout, mini_batches, fields
         )
-        by_row = {name: rollout.split(packed) for name, packed in fields.items()}
+        pieces = {name: packed.split(rollout.sequence_lengths) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         work_metrics = self._work_metrics(rollout, plans, epochs)
         sums = []
@@ -172,7 +172,7 @@ class Learner:
         self.shards.fetch()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
-                sums.append(self._accumulate(rollout, plan, by_row, objective, total))
+                sums.append(self._accumulate(rollout, plan, pieces, objective, total))
                 norms.append(self._optimizer_step())
         self.updates += 1
         self.release_memory()
@@ -241,17 +241,18 @@ class Learner:
     ) -> tuple[list[Cut], list[list[float]]]:
         """For each mini-batch: its micro-batches, as many on every rank; its loss weight and tokens
         over the group."""
-        owned = [[rollout.index[row] for row in rows] for rows in mini_batches]
-        cuts = self.runner.cut(self.model, [[rollout.totals[i] for i in rows] for rows in owned])
+        whole = [[rollout.totals[i] for i in places] for places in mini_batches]
+        cuts = self.runner.cut(self.model, whole)
         sums = []
-        for rows in owned:
-            lengths = torch.tensor([rollout.lengths[i] for i in rows], dtype=torch.int64)
+        for places in mini_batches:
+            lengths = torch.tensor([rollout.sequence_lengths[i] for i in places], dtype=torch.int64)
             weight = algo.aggregate_weight(lengths, self.aggregate)
             sums.append([float(weight), float(lengths.sum())])
         totals = self.runner.group.all_sum(torch.tensor(sums)).tolist()
-        kept = [i for i, (weight, _) in enumerate(totals) if weight > 0]  # one may be without rows
-        plans = [[[owned[i][k] for k in micro] for micro in cuts[i]] for i in kept]
-        return plans, [totals[i] for i in kept]
+        # one may be without rows
+        trained = [i for i, (weight, _) in enumerate(totals) if weight > 0]
+        plans = [[[mini_batches[i][k] for k in micro] for micro in cuts[i]] for i in trained]
+        return plans, [totals[i] for i in trained]
 
     def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
         group = self.runner.group
@@ -281,7 +282,7 @@ class Learner:
         self,
         rollout: Rollout,
         plan: Cut,
-        by_row: dict[str, list[Tensor]],
+        pieces: Mapping[str, Sequence[Tensor]],
         objective: Objective,
         total: Sequence[float],
     ) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class Learner:
                 name: to_device(
                     torch.cat([torch.zeros(0), *(tensors[i] for i in rows)]), self.runner.device
                 )
-                for name, tensors in by_row.items()
+                for name, tensors in pieces.items()
             }
             loss, metrics = objective(self.model, batch, fields)
             loss = loss * (algo.aggregate_weight(batch.lengths, self.aggregate) / total[0])
@@ -348,11 +349,12 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
 def trainable_rows(
     config: Config, plan: StepPlan, rollout: Rollout, role: Role, rank: int, count: int = 0
 ) -> list[list[int]]:
-    """The rows of each mini-batch that the losses are over; the last arguments are those of
-    `StepPlan.slots`."""
+    """The places of the rows of each mini-batch that the losses are over; the last arguments are
+    those of `StepPlan.slots`."""
     masked = config.ppo.mask_truncated
-    rows = [e.row for e in rollout.episodes if not (masked and e.is_unfinished)]
-    return [plan.rows_of(slots, rows) for slots in plan.slots(role, rank, count)]
+    trained = [not (masked and episode.is_unfinished) for episode in rollout.episodes]
+    mini_batches = (plan.places(slots, rollout.rows) for slots in plan.slots(role, rank, count))
+    return [[place for place in places if trained[place]] for places in mini_batches]
 
 
 def learning_metrics(
@@ -384,7 +386,7 @@ def start_at_mean(
     if group.all_sum(torch.tensor([float((values != start).sum())])).any():
         return  # the head was drawn, or read from a folder
     to_go, _ = algo.gae(
-        rewards, torch.zeros_like(rewards), rollout.lengths, gamma=config.ppo.gamma, lam=1.0
+        rewards, torch.zeros_like(rewards), rollout.episode_lengths, gamma=config.ppo.gamma, lam=1.0
     )
     (moments,) = algo.all_moments(group.all_gather, [to_go])
     bias = algo.bounded_logits(moments.mean.float(), bounds)

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Literal, get_args
@@ -210,6 +210,45 @@ def check_cut(
 
 
 @dataclass(frozen=True)
+class Streams:
+    """The S slots of a run, and the rows that each generates, one after another: slot s has the
+    rows s, s + S, s + 2 S, ... of the data order. Nothing else computes a slot, a prompt or another
+    row from a row's number.
+
+    Attributes:
+        slots: S, a multiple of `samples`.
+        samples: the rows of a prompt. They stand side by side in the data order.
+    """
+
+    slots: int
+    samples: int = 1
+
+    def slot(self, row: int) -> int:
+        """The slot that generates a row."""
+        return row % self.slots
+
+    def row(self, step: int, slot: int) -> int:
+        """The row that a slot begins and ends in a step, counted from 1, without windows."""
+        return (step - 1) * self.slots + slot
+
+    def next(self, row: int) -> int:
+        """The row that follows in the row's slot."""
+        return row + self.slots
+
+    def prompt(self, row: int) -> int:
+        """The number of a row's prompt in the order of the prompts."""
+        return row // self.samples
+
+    def sample(self, row: int) -> int:
+        """Which of its prompt's responses the row is."""
+        return row % self.samples
+
+    def slot_prompt(self, row: int) -> int:
+        """The number of a row's prompt among those that all slots have at one time."""
+        return self.slot(row) // self.samples
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step's slots -> mini-batch, and of each group the data-parallel rank that holds their
     rows. All groups cut each mini-batch into contiguous pieces of the same order: a rank exchanges
@@ -217,6 +256,7 @@ class StepPlan:
 
     Attributes:
         step: counted from 1.
+        streams: the rows of each slot.
         mini_batches: the slots of each mini-batch.
         sizes: role -> data-parallel ranks of its group.
         orders: the same slots, in the order in which they are cut over ranks; empty: that of
@@ -224,21 +264,17 @@ class StepPlan:
     """
 
     step: int
+    streams: Streams
     mini_batches: tuple[tuple[int, ...], ...]
     sizes: Mapping[Role, int]
     orders: tuple[tuple[int, ...], ...] = ()
 
-    @cached_property
-    def count(self) -> int:
-        """S, the slots."""
-        return sum(map(len, self.mini_batches))
-
-    def rows_of(self, slots: Iterable[int], rows: Iterable[int]) -> list[int]:
-        """Of these rows, those of some slots: slot by slot, ascending in each."""
+    def places(self, slots: Iterable[int], rows: Iterable[int]) -> list[int]:
+        """Where, among these rows, those of some slots stand: slot by slot, ascending in each."""
         by_slot: dict[int, list[int]] = {}
-        for row in sorted(rows):
-            by_slot.setdefault(row % self.count, []).append(row)
-        return [row for slot in slots for row in by_slot.get(slot, ())]
+        for place, row in enumerate(rows):
+            by_slot.setdefault(self.streams.slot(row), []).append(place)
+        return [place for slot in slots for place in by_slot.get(slot, ())]
 
     def slots(self, role: Role, rank: int, count: int | None = None) -> list[list[int]]:
         """The slots that a group's rank owns, by mini-batch; a list may be empty. `count`:
@@ -291,25 +327,25 @@ def piece(slots: Sequence[int], count: int, i: int) -> Sequence[int]:
     return slots[len(slots) * i // count : len(slots) * (i + 1) // count]
 
 
-def own(
+def make_step_plan(
+    streams: Streams,
     *,
     seed: int,
     step: int,
-    batch_size: int,
-    samples: int,
     mini_batches: int,
     sizes: Mapping[Role, int],
     contexts: Sequence[int] = (),
 ) -> StepPlan:
-    """A step's plan; slot `p * samples + s` has sample s of prompts. `contexts`: tokens that each
-    slot begins with, if rows go on; then actor ranks get about as many of them, and as many slots
-    as otherwise."""
-    prompts = list(range(batch_size // samples))
+    """A step's plan. `contexts`: tokens that each slot begins with, if rows go on; then actor ranks
+    get about as many of them, and as many slots as otherwise."""
+    samples = streams.samples
+    prompts = list(range(streams.slots // samples))
     random.Random(f"rows/{seed}/{step}").shuffle(prompts)
     order = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
-    size = batch_size // mini_batches
+    size = streams.slots // mini_batches
     cut = tuple(tuple(order[i * size : (i + 1) * size]) for i in range(mini_batches))
-    return StepPlan(step, cut, sizes, _deal(cut, contexts, sizes["actor"]) if contexts else ())
+    orders = _deal(cut, contexts, sizes["actor"]) if contexts else ()
+    return StepPlan(step, streams, cut, sizes, orders)
 
 
 def _deal(

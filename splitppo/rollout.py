@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from itertools import groupby, zip_longest
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -80,7 +81,8 @@ class Episode:
     """One row, while it is open and when it has ended. Only the sampler appends segments.
 
     Attributes:
-        row: its number in the data order, from 0. Slot `row % S` of a step's S slots generates it.
+        row: its identity, the number in the data order, from 0. `placement.Streams` says which slot
+            generates it.
         prompt: token ids, int32.
         segments: what came after the prompt. The last one holds the end-of-sequence token or stop
             string, if the row ended by one.
@@ -115,7 +117,7 @@ class Episode:
         return sum(tokens for _, tokens in self.stretches)
 
     @property
-    def fresh(self) -> int:
+    def last_step_tokens(self) -> int:
         """The response tokens of the last step in which something was appended."""
         return sum(tokens for step, tokens in self.stretches if step == self.segments[-1].version)
 
@@ -238,46 +240,52 @@ def exchange_rows(
 
 
 class Rollout:
-    """The rows that one rank holds in a step, given in any order and kept in ascending order.
+    """The `B` episodes that one rank holds in a step, given in any order and held in data order.
+    An episode is known by its place here, from 0 to B - 1; its identity goes with it.
 
     Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors
-    `[N]` on the CPU: the response tokens of one row after the other.
+    `[N]` on the CPU: the response tokens of one episode after the other.
 
     Attributes:
-        lengths: response tokens of each row.
-        totals: all tokens of each row: prompt, response tokens, observations.
+        rows: the episodes' identities, ascending.
+        sequence_lengths: response tokens of each sequence: how a forward pass gives them out.
+        episode_lengths: response tokens of each episode: how GAE reads them. Today an episode is
+            one sequence.
+        totals: all tokens of each sequence: prompt, response tokens, observations.
     """
 
     def __init__(self, episodes: Iterable[Episode]):
         self.episodes = sorted(episodes, key=lambda episode: episode.row)
         self.rows = [episode.row for episode in self.episodes]
-        self.lengths = [episode.tokens for episode in self.episodes]
+        self.episode_lengths = [episode.tokens for episode in self.episodes]
+        self.sequence_lengths = self.episode_lengths
         self.totals = [episode.total for episode in self.episodes]
-        self.index = {row: i for i, row in enumerate(self.rows)}
+        self._places = {row: place for place, row in enumerate(self.rows)}
 
     @property
     def tokens(self) -> int:
         """N, the response tokens."""
-        return sum(self.lengths)
+        return sum(self.episode_lengths)
+
+    def places(self, rows: Iterable[int]) -> list[int]:
+        """Where the episodes of these identities stand."""
+        return [self._places[row] for row in rows]
 
     def split(self, packed: Tensor) -> list[Tensor]:
-        """`[N]` -> a tensor a row."""
-        return list(packed.split(self.lengths))
+        """`[N]` -> a tensor an episode."""
+        return list(packed.split(self.episode_lengths))
 
-    def select(self, packed: Tensor, rows: Sequence[int]) -> Tensor:
-        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to `rows`, in their
-        order."""
-        pieces = packed.split(self.lengths, dim=-1)
-        picked = [pieces[self.index[row]] for row in rows]
+    def select(self, packed: Tensor, places: Sequence[int]) -> Tensor:
+        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to the episodes at `places`,
+        in their order."""
+        pieces = packed.split(self.episode_lengths, dim=-1)
+        picked = [pieces[place] for place in places]
         return torch.cat(picked, dim=-1) if picked else packed[..., :0]
 
-    def pack(self, by_row: dict[int, Tensor]) -> Tensor:
-        """row -> `[T_i]`, for each row held here, to the packed `[N]`."""
-        return torch.cat([by_row[row] for row in self.rows]) if self.rows else torch.zeros(0)
-
     def sums(self, packed: Tensor) -> Tensor:
-        """`[N]` -> `[B]`, the sum of each row."""
-        row_of = torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.lengths).long())
+        """`[N]` -> `[B]`, the sum of each episode."""
+        lengths = torch.tensor(self.episode_lengths, dtype=torch.int64)
+        row_of = torch.arange(len(self.rows)).repeat_interleave(lengths)
         wide = torch.zeros(len(self.rows), dtype=torch.float64)
         return wide.index_add_(0, row_of, packed.double()).to(packed.dtype)
 
@@ -322,20 +330,27 @@ class Rollout:
         return ages.repeat_interleave(tokens)
 
 
+def pack(pieces: Iterable[Tensor], places: Iterable[int]) -> Tensor:
+    """Tensors `[T_i]` of a rollout's episodes, in any order, to the packed `[N]`. `places`: where
+    each of them belongs; all places from 0 on, once each."""
+    in_order = sorted(zip(places, pieces, strict=True), key=itemgetter(0))
+    return torch.cat([torch.zeros(0), *(piece for _, piece in in_order)])
+
+
 def exchange_tensors(
     group: Any,
     packed: Sequence[Tensor],
     held: Rollout,
     sent: Sequence[Sequence[int]],
-    rows: Sequence[int],
     due: Rollout,
+    places: Sequence[int],
 ) -> list[Tensor]:
-    """Sends each rank of a `Group`, in their order, its `sent` rows' part of packed tensors `[N]`
-    of the rows `held`. Returns float32 tensors `[N]` of the rows `due`; `rows`: these in the order
-    in which they come."""
+    """Sends each rank of a `Group`, in their order, the part of packed tensors `[N]` of the rollout
+    `held` that belongs to the episodes at its `sent` places. Returns float32 tensors `[N]` of the
+    rollout `due`; `places`: where what comes belongs, in the order in which it comes."""
     # a token's values side by side, so that one row's part follows another's
     values = torch.stack(list(packed)).float()
     parts = group.all_to_all([held.select(values, part).T.flatten() for part in sent])
-    pieces = torch.cat(parts).view(-1, len(packed)).split([due.lengths[due.index[r]] for r in rows])
-    by_row = dict(zip(rows, pieces, strict=True))
-    return list(torch.cat([values.T[:0], *(by_row[row] for row in due.rows)]).T.contiguous())
+    lengths = [due.episode_lengths[place] for place in places]
+    by_field = torch.cat(parts).view(-1, len(packed)).T.contiguous()
+    return [pack(field.split(lengths), places) for field in by_field]

@@ -16,7 +16,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from splitppo.engine import TICK, Ask, Piece, RolloutEngine, row_seed
 from splitppo.envs.player import Player, Reply
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.placement import Streams
 from splitppo.rollout import (
     IDS,
     LOGPROBS,
@@ -51,7 +52,7 @@ class OpenRow(NamedTuple):
 
     row: int
     tokens: int = 0
-    fresh: int = 0
+    last_step_tokens: int = 0
     total: int = 0
 
 
@@ -60,13 +61,14 @@ class Sampler:
     step to the next.
 
     Args:
-        slots: S. prompt: row -> its prompt.
+        slots: S. prompts: number of a prompt -> the prompt. samples: rows of each prompt.
         limit: most response tokens of a row. context: most tokens of a row in all.
         window: tokens that a slot decodes in a step; 0: no windows.
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
         player: plays the rows' environments, if they have some.
 
     Attributes:
+        streams: which rows a slot has.
         open: slot -> its row that goes on, or that comes next and has no token yet. The same on all
             ranks.
         held: slot -> the open row with its contents, on the rank that owns the slot. After
@@ -76,16 +78,17 @@ class Sampler:
     def __init__(
         self,
         slots: int,
-        prompt: Callable[[int], Prompt],
+        prompts: Callable[[int], Prompt],
         *,
         limit: int,
+        samples: int = 1,
         context: int | None = None,
         window: int = 0,
         lengths: Sequence[int] = (),
         player: Player | None = None,
     ):
-        self.slots = slots
-        self.prompt = prompt
+        self.streams = Streams(slots, samples)
+        self._prompts = prompts
         self.limit = limit
         self.context = context or sys.maxsize
         self.window = window
@@ -122,7 +125,9 @@ class Sampler:
 
     def row(self, step: int, slot: int) -> Episode:
         """The row that a slot begins a step with; this rank owns the slot."""
-        return self.held[slot] if slot in self.open else self.fresh((step - 1) * self.slots + slot)
+        if slot in self.open:
+            return self.held[slot]
+        return self.new_episode(self.streams.row(step, slot))
 
     def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
         """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
@@ -130,9 +135,7 @@ class Sampler:
         sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
         self.held = {slot: self.held[slot] for slot in owned[group.dp_rank] if slot in self.held}
         if self.window and not self._everywhere:
-            self.held |= {
-                row.row % self.slots: row for row in exchange_rows(group, sent, logprobs=True)
-            }
+            self.held |= self._by_slot(exchange_rows(group, sent, logprobs=True))
 
     def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
@@ -151,7 +154,7 @@ class Sampler:
         at once."""
         return [
             self.open[slot].total if slot in self.open else len(self.prompt(slot).tokens)
-            for slot in range(self.slots)
+            for slot in range(self.streams.slots)
         ]
 
     def state(self, group: Group) -> list[Any]:
@@ -160,7 +163,7 @@ class Sampler:
         if not self.window:
             return []
         parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
-        rows = {row.row % self.slots: row for row in exchange_rows(group, parts, logprobs=True)}
+        rows = self._by_slot(exchange_rows(group, parts, logprobs=True))
         return [
             [
                 row.row,
@@ -174,7 +177,7 @@ class Sampler:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
         then. Raises UserError if there are other slots now, or rows do not go on, have another
         prompt, or are too long."""
-        if state and not (self.window and len(state) == self.slots):
+        if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
@@ -195,18 +198,24 @@ class Sampler:
                     f"rollout.max_new_tokens={self.limit}, and row {row.row} of the checkpoint goes"
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
-            slot = row.row % self.slots
-            self.open[slot] = _known(row)
-            self.held[slot] = row
+        self.held |= self._by_slot(rows)
+        self.open |= {slot: _known(row) for slot, row in self.held.items()}
+
+    def _by_slot(self, rows: Iterable[Episode]) -> dict[int, Episode]:
+        return {self.streams.slot(row.row): row for row in rows}
 
     def _keep(self, row: Episode) -> bool:
         """Remembers what a slot goes on with. Returns whether the row has ended."""
-        slot = row.row % self.slots
+        slot = self.streams.slot(row.row)
         if slot < RECORDED:
-            self._decoded.setdefault(slot, []).append((row.row, row.fresh))
+            self._decoded.setdefault(slot, []).append((row.row, row.last_step_tokens))
         if self.window:
-            self.held[slot] = self.fresh(row.row + self.slots) if row.end else row
+            self.held[slot] = self.new_episode(self.streams.next(row.row)) if row.end else row
         return row.end is not None
+
+    def prompt(self, row: int) -> Prompt:
+        """The prompt of a row."""
+        return self._prompts(self.streams.prompt(row))
 
     def left(self, row: Episode) -> int:
         """Tokens that a row may still get."""
@@ -219,13 +228,13 @@ class Sampler:
     def _asked(self, row: Episode) -> str:
         return digest(self.prompt(row.row).tokens, self.length(row.row))
 
-    def fresh(self, row: int) -> Episode:
+    def new_episode(self, row: int) -> Episode:
         """A row without a token."""
         return Episode(row, array(IDS, self.prompt(row).tokens))
 
 
 def _known(row: Episode) -> OpenRow:
-    return OpenRow(row.row, row.tokens, row.fresh, row.total)
+    return OpenRow(row.row, row.tokens, row.last_step_tokens, row.total)
 
 
 @dataclass
@@ -295,16 +304,16 @@ class _Decoding:
             row.prompt + row.response,
             row.tokens,
             tokens,
-            free=self.sampler.length(row.row) is None,
+            may_stop=self.sampler.length(row.row) is None,
         )
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
         """Appends what was sampled. Yields the row if it stops."""
         row = self.asked.pop(piece.row)
-        self.budgets[row.row % self.sampler.slots] -= len(piece.tokens)
+        self.budgets[self.sampler.streams.slot(row.row)] -= len(piece.tokens)
         sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
         row = replace(row, segments=(*row.segments, sampled))
-        # the engine knows how many tokens it was asked for, and not why
+        # `limit`: the ask is used up. If the row may get more tokens, only its window has ended.
         if piece.end == "limit" and self.sampler.left(row):
             yield row
         elif not self.sampler.player or piece.end == "limit":
@@ -344,12 +353,13 @@ class _Decoding:
         if self.sampler.player:
             self.sampler.player.end(row.row)
         if self.sampler.window and self._budget(row):
-            self._start([self.sampler.fresh(row.row + self.sampler.slots)])
+            following = self.sampler.streams.next(row.row)
+            self._start([self.sampler.new_episode(following)])
         return row
 
     def _budget(self, row: Episode) -> int:
         """Tokens that the row's slot may still decode in this step."""
-        return self.budgets[row.row % self.sampler.slots]
+        return self.budgets[self.sampler.streams.slot(row.row)]
 
 
 def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:

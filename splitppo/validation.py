@@ -55,14 +55,15 @@ class Validator:
         seed = row_seed(config.seed, NO_ROW, 0)
         sampler = Sampler(
             len(prompts) * n,
-            lambda row: prompts[row // n],
+            prompts.__getitem__,
+            samples=n,
             limit=config.rollout.max_new_tokens,
             context=config.rollout.max_context,
             player=self.player,
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                said = [to_score(self.context, prompts[row.row // n], row) for row in finished]
+                said = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
                 # the scorer works while the engine generates
                 batches.append((finished, [text for _, text, _ in said], self.scorer.submit(said)))
         found = []
@@ -86,9 +87,8 @@ class Validator:
                 )
                 failures += [(episode.row, failure) for failure in scored.failures]
                 if episode.row < FILE_ROWS:
-                    prompt = prompts[episode.row // n]
-                    line = record(self.context, step, prompt, episode, score)
-                    written.append(line | {"sample": episode.row % n})
+                    line = record(self.context, step, sampler.prompt(episode.row), episode, score)
+                    written.append(line | {"sample": sampler.streams.sample(episode.row)})
         failures += self.player.take()[1] if self.player else []
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:

@@ -22,7 +22,7 @@ from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Hop, Wire, WireError
-from splitppo.placement import Placement, Role, own, place
+from splitppo.placement import Placement, Role, Streams, make_step_plan, place
 from splitppo.rollout import Rollout
 
 
@@ -102,7 +102,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
 
     @lru_cache
     def plan(step):
-        return own(seed=3, step=step, batch_size=batch, samples=1, mini_batches=mini, sizes=sizes)
+        return make_step_plan(Streams(batch), seed=3, step=step, mini_batches=mini, sizes=sizes)
 
     seen, errors = {}, []
 
@@ -125,7 +125,7 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
             index = torch.tensor(
                 [
                     row
-                    for row, n in zip(rollout.rows, rollout.lengths, strict=True)
+                    for row, n in zip(rollout.rows, rollout.episode_lengths, strict=True)
                     for _ in range(n)
                 ]
             )
@@ -222,14 +222,8 @@ def exchanging_rank(group, critics, windows):
     @lru_cache
     def plan(step):
         contexts = [(5 * slot + step) % 11 for slot in range(12)] if windows else []
-        return own(
-            seed=3,
-            step=step,
-            batch_size=12,
-            samples=2,
-            mini_batches=2,
-            sizes=sizes,
-            contexts=contexts,
+        return make_step_plan(
+            Streams(12, 2), seed=3, step=step, mini_batches=2, sizes=sizes, contexts=contexts
         )
 
     def rows(step, role):
@@ -298,13 +292,8 @@ def pair(batch, *, chunks, window=0, timeout=20.0):
     queues = {(a, b): queue.Queue() for a in range(2) for b in range(2)}
 
     def plan(step):
-        return own(
-            seed=0,
-            step=step,
-            batch_size=batch,
-            samples=1,
-            mini_batches=1,
-            sizes={"actor": 1, "critic": 1},
+        return make_step_plan(
+            Streams(batch), seed=0, step=step, mini_batches=1, sizes={"actor": 1, "critic": 1}
         )
 
     wires = [QueueWire(rank, store, queues, record, timeout=timeout) for rank in range(2)]

@@ -25,7 +25,7 @@ from splitppo import critic, policy, train
 from splitppo.generator import Generator
 from splitppo.models.sharding import gather_full
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import StepPlan, own
+from splitppo.placement import StepPlan, Streams, make_step_plan
 
 SEED, STEPS, BATCH, MINI = 5, 3, 22, 2
 HYPER = {
@@ -275,11 +275,10 @@ def reference(
     steps, cuts, streams = [], [], [[] for _ in range(BATCH)]
     for step in range(1, STEPS + 1):
         rows, scores = seen["rows"][step - 1], seen["scores"][step - 1]
-        cut = own(
+        cut = make_step_plan(
+            Streams(BATCH, samples),
             seed=SEED,
             step=step,
-            batch_size=BATCH,
-            samples=samples,
             mini_batches=MINI,
             sizes={"actor": 1, "critic": 1},
         )

@@ -30,7 +30,7 @@ from splitppo.models.runner import Runner
 from splitppo.models.sharding import COMPILER, local, parallelize
 from splitppo.models.tiny import build_tiny
 from splitppo.models.weights import fill, materialize
-from splitppo.placement import own, place
+from splitppo.placement import Streams, make_step_plan, place
 from splitppo.rollout import Rollout
 from splitppo.run import checkpoint
 from splitppo.run import saver as saving
@@ -60,7 +60,7 @@ def samples(rows: Iterable[int] = range(BATCH)):
 
 
 def fields(rollout):
-    old = torch.cat([-torch.linspace(1, 4, n) for n in rollout.lengths] or [torch.zeros(0)])
+    old = torch.cat([-torch.linspace(1, 4, n) for n in rollout.episode_lengths] or [torch.zeros(0)])
     return {
         "old": old,
         "advantages": torch.cat(
@@ -112,13 +112,8 @@ def make_learner(
 
 
 def mine(world, rank):
-    cut = own(
-        seed=0,
-        step=1,
-        batch_size=BATCH,
-        samples=1,
-        mini_batches=1,
-        sizes={"actor": world, "critic": world},
+    cut = make_step_plan(
+        Streams(BATCH), seed=0, step=1, mini_batches=1, sizes={"actor": world, "critic": world}
     )
     return cut.slots("actor", rank)
 
@@ -136,7 +131,9 @@ def train_rank(rank, world, folder, kind, runtime=None, *, packed=False):
     before = full_weights(learner)
     (out,) = learner.runner.forward(learner.model, rollout, outputs, fields=1)
     objective = policy_objective if kind == "policy" else value_objective
-    figures = learner.update(rollout, rows, fields(rollout), objective, step=1, epochs=1)
+    figures = learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), objective, step=1, epochs=1
+    )
     by_row = dict(zip(rollout.rows, [t.tolist() for t in rollout.split(out)], strict=True))
     return by_row, figures, before, full_weights(learner)
 
@@ -223,7 +220,9 @@ def test_a_gradient_is_clipped_unless_that_is_off(folder, most):
     learner, runtime = make_learner(folder, "policy", 1, 0)
     learner.optim, rollout = replace(learner.optim, max_grad_norm=most), Rollout(samples())
     rows = [list(range(BATCH))]
-    (figures,) = learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
+    (figures,) = learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), policy_objective, step=1, epochs=1
+    )
     # of AdamW's first step
     seen = [local(state["exp_avg"]) / 0.1 for state in learner.optimizer.state.values()]
     norm = float(torch.stack([moment.norm() for moment in seen]).norm())
@@ -254,7 +253,9 @@ def by_value_rank(rank, folder):
     kl = dict(
         zip(rollout.rows, [x.sum().item() for x in rollout.split(given["old"] - new)], strict=True)
     )
-    figures = learner.update(rollout, WORK[rank], given, policy_objective, step=1, epochs=2)
+    figures = learner.update(
+        rollout, [*map(rollout.places, WORK[rank])], given, policy_objective, step=1, epochs=2
+    )
     settings = [
         [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in learner.optimizer.param_groups]
     ]
@@ -265,7 +266,7 @@ def by_value_rank(rank, folder):
         loss, metrics = policy_objective(model, batch, given)
         return loss * (1e30 if rank else 1), metrics  # of one rank alone
 
-    bad = learner.update(rollout, WORK[rank], given, huge, step=3, epochs=1)
+    bad = learner.update(rollout, [*map(rollout.places, WORK[rank])], given, huge, step=3, epochs=1)
     after = full_weights(learner)
     settings.append([g["lr"] for g in learner.optimizer.param_groups])
     same = all(torch.equal(before[name], after[name]) for name in before)
@@ -287,7 +288,7 @@ def test_an_update_is_scheduled_counted_and_weighed_by_value(folder):
     kl = both[0][0] | both[1][0]
     rollout = Rollout(samples())
     tokens = dict(zip(rollout.rows, rollout.totals, strict=True))
-    lengths = dict(zip(rollout.rows, rollout.lengths, strict=True))
+    lengths = dict(zip(rollout.rows, rollout.episode_lengths, strict=True))
     on = [[sum(tokens[row] for row in rows) for rows in mine] for mine in WORK]
     run = sum(len(rows) * max(tokens[row] for row in rows) for mine in WORK for rows in mine)
     total = sum(map(sum, on))
@@ -320,7 +321,9 @@ def empty_rank(rank, world, folder):
         learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1
     )
     rows = [list(range(BATCH))] if rank == 0 else [[]]
-    figures = learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
+    figures = learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), value_objective, step=1, epochs=1
+    )
     return len(out), figures[0]["loss"]
 
 
@@ -345,7 +348,9 @@ def frozen_rank(rank, folder):
         )
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     before = full_weights(learner)
-    learner.update(rollout, rows, fields(rollout), value_objective, step=1, epochs=1)
+    learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), value_objective, step=1, epochs=1
+    )
     after = full_weights(learner)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     return changed, set(saving.tensors_of(learner)["exp_avg"]), set(after), seen
@@ -363,7 +368,9 @@ def save_rank(rank, world, folder, target):
     learner, runtime = make_learner(folder, "policy", world, rank)
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
-    learner.update(rollout, rows, fields(rollout), policy_objective, step=1, epochs=1)
+    learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), policy_objective, step=1, epochs=1
+    )
     told = target / "committed"
     saver = Saver(
         learner, "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1")
@@ -381,7 +388,9 @@ def save_rank(rank, world, folder, target):
     assert not told.exists(), "it counts before its step's line is written"
     saver.commit(1)
     # on the way to the disk; what is written must be what it was
-    learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), policy_objective, step=2, epochs=1
+    )
     updated.set()
     saver.wait()
     return full_weights(learner)
@@ -395,7 +404,9 @@ def load_rank(rank, world, folder, target):
     assert states == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
-    learner.update(rollout, rows, fields(rollout), policy_objective, step=2, epochs=1)
+    learner.update(
+        rollout, [*map(rollout.places, rows)], fields(rollout), policy_objective, step=2, epochs=1
+    )
     return full_weights(learner)
 
 
@@ -522,7 +533,7 @@ def compiled_rank(rank, folder, backend):
     for rows in (range(2), range(3, BATCH), range(5)):
         rollout = Rollout(samples(rows))
         learner.runner.forward(model, rollout, run, fields=2)
-        learner.update(rollout, [rollout.rows], {}, objective, step=1, epochs=1)
+        learner.update(rollout, [rollout.places(rollout.rows)], {}, objective, step=1, epochs=1)
     return warm, graphs.frame_count - warm
 
 

@@ -77,7 +77,9 @@ def peak(learner: Learner, rollout: Rollout) -> tuple[int, float]:
     found: list[int] = []
     fields = {name: torch.zeros(rollout.tokens) - 4 for name in ("old", "advantages")}
     with counted(found.append):
-        (figures,) = learner.update(rollout, [rollout.rows], fields, objective, step=1, epochs=1)
+        (figures,) = learner.update(
+            rollout, [rollout.places(rollout.rows)], fields, objective, step=1, epochs=1
+        )
     return found[0], figures["update_tflop"]
 
 

@@ -10,10 +10,11 @@ from splitppo.errors import UserError
 from splitppo.placement import (
     Role,
     StepPlan,
+    Streams,
     check_sets,
     chunk_sizes,
     data_parallel,
-    own,
+    make_step_plan,
     piece,
     place,
     replicas,
@@ -26,8 +27,8 @@ SIZES = [(1, 1), (2, 1), (1, 3), (5, 3), (3, 4)]
 
 def ownership(actor, critic, *, batch=23, samples=1, mini=1, seed=0, step=1):
     size: dict[Role, int] = {"actor": actor, "critic": critic}
-    return own(
-        seed=seed, step=step, batch_size=batch, samples=samples, mini_batches=mini, sizes=size
+    return make_step_plan(
+        Streams(batch, samples), seed=seed, step=step, mini_batches=mini, sizes=size
     )
 
 
@@ -230,11 +231,11 @@ def test_the_last_rows_to_finish_are_few_in_a_message():
 
 def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
     """By hand; and the same rows are together whatever the number of ranks."""
-    four = StepPlan(1, ((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
+    four = StepPlan(1, Streams(8), ((0, 1), (2, 3), (4, 5), (6, 7)), {"actor": 1, "critic": 1})
     assert four.slots("critic", 0, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert four.slots("critic", 0, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     shuffled = ((7, 1, 3, 0, 8), (5, 2, 6, 4))
-    one, two = (StepPlan(1, shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
+    one, two = (StepPlan(1, Streams(9), shuffled, {"actor": 1, "critic": size}) for size in (1, 2))
     assert one.slots("critic", 0, 4) == [[7, 3, 8], [1, 0], [5, 6], [2, 4]]
     assert two.slots("critic", 0, 4) == [[7], [1], [5], [2]]
     assert two.slots("critic", 1, 4) == [[3, 8], [0], [6], [4]]
@@ -243,8 +244,8 @@ def test_the_value_models_own_mini_batches_join_or_cut_those_of_the_policy():
 
 
 def test_the_pairs_between_which_rows_go():
-    ownership = own(
-        seed=1, step=1, batch_size=24, samples=2, mini_batches=3, sizes={"actor": 3, "critic": 4}
+    ownership = make_step_plan(
+        Streams(24, 2), seed=1, step=1, mini_batches=3, sizes={"actor": 3, "critic": 4}
     )
     pairs = [
         (i, j) for i in range(3) for j in range(4) if ownership.between("actor", i, "critic", j)
@@ -327,15 +328,11 @@ def test_a_set_stays_in_a_node_and_in_a_replica(config, nodes, says):
 def test_actor_ranks_hold_slots_of_about_the_same_context(actor, critic, mini):
     contexts = [1 + (7 * slot**3) % 101 for slot in range(30)]
     sizes: dict[Role, int] = {"actor": actor, "critic": critic}
-    cut: Any = {
-        "seed": 2,
-        "step": 2,
-        "batch_size": 30,
-        "samples": 2,
-        "mini_batches": mini,
-        "sizes": sizes,
-    }
-    plain, found = own(**cut), own(**cut, contexts=contexts)
+    cut: Any = {"seed": 2, "step": 2, "mini_batches": mini, "sizes": sizes}
+    plain, found = (
+        make_step_plan(Streams(30, 2), **cut),
+        make_step_plan(Streams(30, 2), **cut, contexts=contexts),
+    )
     assert found.mini_batches == plain.mini_batches
     assert [sorted(slots) for slots in found.orders] == [
         sorted(slots) for slots in plain.mini_batches

@@ -21,7 +21,7 @@ from splitppo.errors import UserError
 from splitppo.generator import Generator
 from splitppo.job.collectives import Group
 from splitppo.learner import learning_metrics
-from splitppo.placement import own
+from splitppo.placement import Streams, make_step_plan
 from splitppo.policy import Policy
 from splitppo.rewards.scorer import Failure, count_failures
 from splitppo.rollout import End, Prompt, Rollout
@@ -246,8 +246,8 @@ def act_rank(group: Group) -> tuple:
         due=lambda step: step, run=lambda _: {"val/score/mean": next(scores)}
     )
     context = context_of("--ppo.importance=token", "--ppo.mask-truncated", "--ppo.kl-kind=k2")
-    owned = own(
-        seed=0, step=1, batch_size=4, samples=1, mini_batches=1, sizes={"actor": 2, "critic": 2}
+    owned = make_step_plan(
+        Streams(4), seed=0, step=1, mini_batches=1, sizes={"actor": 2, "critic": 2}
     )
     plans = [replace(owned, step=step, mini_batches=((0, 1, 2, 3),)) for step in range(4)]
     sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
@@ -335,7 +335,8 @@ def test_what_policy_and_generator_tell_and_hand_on():
         assert trained == [False, True]  # not by an update that was skipped
         mine = [weights[i] for i in ((0, 1, 2), (3, 4, 5, 6, 7))[rank]]
         for mini_batches, names, seen in given:
-            assert mini_batches == [[0], [2, 3]][rank : rank + 1]  # row 1 is cut
+            # places of rows 0, and 2 and 3; row 1 is cut
+            assert mini_batches == [[0], [0, 1]][rank : rank + 1]
             assert names == ["advantages", "old", "ref", "weights"]
             assert seen == pytest.approx(mine, rel=1e-4)
         bests = [(metrics.get("val/best_so_far"), metrics.get("val/best_step")) for metrics in best]

@@ -91,18 +91,22 @@ def test_what_is_derived_from_segments():
     assert TURNS.stretches == ((3, 2), (3, 1), (5, 1))
     assert Rollout([TURNS]).ages().tolist() == [2, 2, 2, 0]
     opened = replace(TURNS, segments=TURNS.segments[:3])
-    assert [row.fresh for row in (TURNS, opened, replace(TURNS, segments=()))] == [1, 3, 0]
+    assert [row.last_step_tokens for row in (TURNS, opened, replace(TURNS, segments=()))] == [
+        1,
+        3,
+        0,
+    ]
 
 
 def test_a_rollout_counts_response_tokens_apart_from_all_tokens():
     rollout = Rollout([PLAIN, TURNS, EDGES])  # given in any order
     assert rollout.rows == [1, 2, 4]
-    assert rollout.lengths == [4, 1, 2]
+    assert rollout.episode_lengths == rollout.sequence_lengths == [4, 1, 2]
     assert rollout.totals == [7, 5, 5]
     assert rollout.tokens == 7
     packed = torch.arange(7.0)
     assert [part.tolist() for part in rollout.split(packed)] == [[0, 1, 2, 3], [4], [5, 6]]
-    assert rollout.select(packed, [4, 1]).tolist() == [5, 6, 0, 1, 2, 3]
+    assert rollout.select(packed, rollout.places([4, 1])).tolist() == [5, 6, 0, 1, 2, 3]
     assert rollout.sums(packed).tolist() == [6, 4, 11]
     assert rollout.logprobs().tolist() == [-1, -2, -3, -4, -1, -1, -2]
     assert (

@@ -27,7 +27,15 @@ from splitppo.errors import UserError
 from splitppo.job import collectives, nodes, runtime
 from splitppo.job.wire import Hop, Wire
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import Placement, Role, StepPlan, chunk_sizes, own, place
+from splitppo.placement import (
+    Placement,
+    Role,
+    StepPlan,
+    Streams,
+    chunk_sizes,
+    make_step_plan,
+    place,
+)
 from splitppo.rollout import pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
@@ -51,8 +59,8 @@ def job(world: int, split: str = "even") -> tuple[Placement, StepPlan]:
         }
     }
     batch = ROWS * len(placement.groups["actor"])
-    return placement, own(
-        seed=1, step=3, batch_size=batch, samples=2, mini_batches=MINI_BATCHES, **size
+    return placement, make_step_plan(
+        Streams(batch, 2), seed=1, step=3, mini_batches=MINI_BATCHES, **size
     )
 
 
@@ -90,7 +98,7 @@ def test_per_node_placements_send_rows_within_nodes_alone(actor):
     """[4,4]x2, [6,2]x2, [3,5]x2 and others."""
     placement = place(PlacementConfig(actor=2 * actor), world=16, local_world=8)
     sizes: Any = {"sizes": {"actor": 2 * actor, "critic": 16 - 2 * actor}}
-    cut = own(seed=0, step=1, batch_size=240, samples=1, mini_batches=2, **sizes)
+    cut = make_step_plan(Streams(240), seed=0, step=1, mini_batches=2, **sizes)
     for i, first in enumerate(placement.groups["actor"]):
         for j, second in enumerate(placement.groups["critic"]):
             assert not cut.between("actor", i, "critic", j) or first // 8 == second // 8
@@ -154,9 +162,7 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
             }
         }
         batch = ROWS * len(placement.groups["actor"])
-        return own(
-            seed=0, step=step, batch_size=batch, samples=1, mini_batches=MINI_BATCHES, **sizes
-        )
+        return make_step_plan(Streams(batch), seed=0, step=step, mini_batches=MINI_BATCHES, **sizes)
 
     def send(self: Wire, hop: Hop, payload: torch.Tensor, header: Any = ()) -> None:
         count.add(hop.channel, payload.nbytes + 8 * len(header))

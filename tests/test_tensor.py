@@ -31,7 +31,7 @@ from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
-from splitppo.placement import SetShape, own, place
+from splitppo.placement import SetShape, Streams, make_step_plan, place
 from splitppo.rewards.model import RewardModel, RewardText
 from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import checkpoint
@@ -116,14 +116,14 @@ def make_learner(
 def rows_of(learner: Learner) -> tuple[Rollout, list[list[int]], dict[str, torch.Tensor]]:
     """This rank's rows of the batch, as mini-batches, and the fields of the objective."""
     group = learner.runner.group
-    cut = own(
-        seed=0, step=1, batch_size=BATCH, samples=1, mini_batches=1, sizes={"actor": group.dp_size}
+    cut = make_step_plan(
+        Streams(BATCH), seed=0, step=1, mini_batches=1, sizes={"actor": group.dp_size}
     )
     rows = cut.slots("actor", group.dp_rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])
     return (
         rollout,
-        rows,
+        [*map(rollout.places, rows)],
         {"target": torch.tensor([target(s.row) for s in rollout.episodes for _ in s.response])},
     )
 

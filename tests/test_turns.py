@@ -153,7 +153,7 @@ def trained(folder: Path, group: Group, kind: Kind, samples: list[Episode], *, p
         fields=2 if kind == "policy" else 1,
     )  # fmt: skip
     (figures,) = learner.update(
-        rollout, [rollout.rows], fields(rollout.tokens), objective, step=1, epochs=1
+        rollout, [rollout.places(rollout.rows)], fields(rollout.tokens), objective, step=1, epochs=1
     )
     named = {id(parameter): name for name, parameter in learner.sharded().items()}
     # of AdamW's first step

@@ -158,7 +158,9 @@ def whole_rows_rank(rank: int, *args: Any) -> None:
         window, self.window = self.window, 0
         yield from generate(self, engine, step, slots, *args)
         self.window = window
-        self.held |= {slot: self.fresh(step * self.slots + slot) for slot in slots if window}
+        self.held |= {
+            slot: self.new_episode(self.streams.row(step + 1, slot)) for slot in slots if window
+        }
 
     Sampler.generate = alone  # type: ignore[method-assign]
     train_rank(rank, *args)
@@ -318,7 +320,7 @@ def test_every_rank_knows_the_rows_that_go_on():
     ended, asked = drawn(goes_on, 2, [2, 1, 0])
     # those with the fewest tokens come first; a slot that has ended a row asks for the next one at
     # once
-    assert [(ask.row, [*ask.ids], ask.begun, ask.tokens, ask.free) for ask in asked] == [
+    assert [(ask.row, [*ask.ids], ask.begun, ask.tokens, ask.may_stop) for ask in asked] == [
         (4, [4, 4], 0, 2, False),
         (3, [3, 3, 0, 1, 2], 3, 5, False),
         (2, [2, 2, 0, 1, 2, 3, 4], 5, 4, False),
@@ -408,7 +410,7 @@ def test_without_windows_a_slot_has_one_row_a_step():
     sampler = sampler_of([], window=0, limit=4)
     ended, asked = drawn(sampler, 3, [0, 2])
     assert [(row.row, row.end, row.tokens) for row in ended] == [(6, "limit", 4), (8, "limit", 4)]
-    assert [ask.free for ask in asked] == [True, True]
+    assert [ask.may_stop for ask in asked] == [True, True]
     sampler.gather_open(ALONE)
     assert (sampler.state(ALONE), sampler.row(4, 1).row) == ([], 10)
 

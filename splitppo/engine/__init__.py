@@ -35,14 +35,14 @@ class Ask:
         ids: the prompt and all that the row has so far.
         begun: response tokens among them.
         tokens: to draw at most.
-        free: whether an end token or stop string ends the row; if not, it gets all `tokens`.
+        may_stop: whether an end token or stop string ends the row; if not, it gets all `tokens`.
     """
 
     row: int
     ids: Sequence[int]
     begun: int
     tokens: int
-    free: bool = True
+    may_stop: bool = True
 
 
 @dataclass(frozen=True)

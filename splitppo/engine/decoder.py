@@ -281,7 +281,8 @@ class Decoder:
             rows.items(), self._stopped(list(rows.values())), strict=True
         ):
             found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
-            end: End | None = (found if row.ask.free else None) or (None if row.left else "limit")
+            end: End | None = found if row.ask.may_stop else None
+            end = end or (None if row.left else "limit")
             if end:
                 del self._rows[place]
                 ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))

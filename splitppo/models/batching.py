@@ -13,7 +13,7 @@ from splitppo.models.sequence import SequenceSet
 from splitppo.rollout import IDS, LOGPROBS, Episode, Rollout, Segment
 
 Fields = dict[str, Tensor]  # packed per-token tensors `[N]` by name
-MiniBatches = Sequence[Sequence[int]]  # the rows of each mini-batch
+MiniBatches = Sequence[Sequence[int]]  # of each mini-batch, its episodes' places in a rollout
 Cut = list[list[int]]  # micro-batches, as indices of rows
 ROUND = 64  # a packed micro-batch has a multiple of this many tokens
 

@@ -33,12 +33,13 @@ def quality(
         first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
         value, mean reward-to-go (`score`).
     """
-    targets, _ = algo.gae(rewards, torch.zeros_like(rewards), rollout.lengths, gamma=gamma, lam=1.0)
-    sizes = torch.tensor(rollout.lengths, dtype=torch.int64)
+    lengths = rollout.episode_lengths
+    targets, _ = algo.gae(rewards, torch.zeros_like(rewards), lengths, gamma=gamma, lam=1.0)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
     rows = torch.tensor([cut or not e.is_unfinished for e in rollout.episodes], dtype=torch.bool)
     # an update will say what is wrong with values that are not finite
     counted = rows.repeat_interleave(sizes) & values.isfinite()
-    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.lengths)])
+    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, lengths)])
     octave = (position + 1).double().log2().long()
     turn = rollout.turns()
     longest = [int(place.max()) + 1 if len(place) else 0 for place in (octave, turn)]

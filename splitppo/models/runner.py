@@ -3,6 +3,7 @@ models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from splitppo.models.batching import (
 from splitppo.models.heads import adapters_off
 from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.sequence import sequence_of
-from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors
+from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors, pack
 
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[N]` tensors
 
@@ -43,18 +44,17 @@ class Runner:
         """Runs the model over this rank's rows. All ranks of the group must call it, even those
         without rows. Returns packed tensors `[N]`, float32 on the CPU, as many as `fields`."""
         (cut,) = self.cut(model, [rollout.totals])
-        found = []
-        for rows in cut:
-            batch = self.micro_batch(model, [rollout.episodes[i] for i in rows])
-            found.append([out.float() for out in outputs(model, batch)])
-        by_row: list[dict[int, Tensor]] = [{} for _ in range(fields)]
+        computed = []
+        for places in cut:
+            batch = self.micro_batch(model, [rollout.episodes[place] for place in places])
+            computed.append([out.float() for out in outputs(model, batch)])
+        pieces: list[list[Tensor]] = [[] for _ in range(fields)]
         # in a loop of its own: reading a result waits for the GPU, which would then be idle
-        for rows, outs in zip(cut, found, strict=True):
-            lengths = [rollout.lengths[i] for i in rows]
-            for field, out in zip(by_row, outs, strict=True):
-                for i, line in zip(rows, out.cpu().split(lengths), strict=True):
-                    field[rollout.rows[i]] = line
-        return [rollout.pack(field) for field in by_row]
+        for places, outs in zip(cut, computed, strict=True):
+            lengths = [rollout.sequence_lengths[place] for place in places]
+            for field, out in zip(pieces, outs, strict=True):
+                field += out.cpu().split(lengths)
+        return [pack(field, chain(*cut)) for field in pieces]
 
     def micro_batch(self, model: nn.Module, episodes: Sequence[Episode]) -> MicroBatch:
         """The rows in the form that the model takes."""
@@ -86,29 +86,29 @@ class Runner:
     ) -> tuple[Rollout, MiniBatches, Fields]:
         """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so
         that all have about equal work. All learn the rows' lengths; a row itself goes to the rank
-        that trains on it alone. `fields` are packed tensors `[N]` float32. Returns what this rank
-        trains on, in the form of the arguments; the episodes have no log-probs."""
+        that trains on it alone. `mini_batches` are places in the rollout, `fields` packed tensors
+        `[N]` float32. Returns what this rank trains on, in the form of the arguments; the episodes
+        have no log-probs."""
         group = self.group
         if group.dp_size == 1:
             return rollout, mini_batches, fields
-        own = [{row: rollout.totals[rollout.index[row]] for row in rows} for rows in mini_batches]
-        kept: list[list[int]] = []
+        held = [{rollout.rows[i]: rollout.totals[i] for i in part} for part in mini_batches]
+        trained: list[list[int]] = []  # by this rank: the rows of each mini-batch
         sent: list[list[int]] = [[] for _ in range(group.dp_size)]  # to each rank
-        for mine, parts in zip(own, zip(*group.all_gather(own), strict=True), strict=True):
+        for part, parts in zip(held, zip(*group.all_gather(held), strict=True), strict=True):
             # row of the mini-batch -> its tokens
-            every = {row: tokens for part in parts for row, tokens in part.items()}
-            rows = sorted(every)
-            bins = partition(work(model, [every[row] for row in rows]), group.dp_size) or []
-            kept.append([rows[i] for i in bins[group.dp_rank]])
-            for rank, places in enumerate(bins):
-                sent[rank] += [rows[i] for i in places if rows[i] in mine]
-        episodes = exchange_rows(
-            group, [[rollout.episodes[rollout.index[row]] for row in rows] for rows in sent]
-        )
-        got = Rollout(episodes)
-        rows = [episode.row for episode in episodes]
-        values = exchange_tensors(group, list(fields.values()), rollout, sent, rows, got)
-        return got, kept, dict(zip(fields, values, strict=True))
+            tokens = {row: total for of_rank in parts for row, total in of_rank.items()}
+            rows = sorted(tokens)
+            bins = partition(work(model, [tokens[row] for row in rows]), group.dp_size) or []
+            trained.append([rows[i] for i in bins[group.dp_rank]])
+            for to_rank, items in zip(sent, bins, strict=True):
+                to_rank += rollout.places(rows[i] for i in items if rows[i] in part)
+        episodes = exchange_rows(group, [[rollout.episodes[i] for i in part] for part in sent])
+        balanced = Rollout(episodes)
+        places = balanced.places(episode.row for episode in episodes)
+        values = exchange_tensors(group, list(fields.values()), rollout, sent, balanced, places)
+        trained_places = [balanced.places(rows) for rows in trained]
+        return balanced, trained_places, dict(zip(fields, values, strict=True))
 
 
 def work(model: nn.Module, tokens: Sequence[int]) -> list[float]:
@@ -145,7 +145,7 @@ class Frozen:
         whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
         self.shards.fetch()
         found = self.runner.forward(self.model, whole, self.outputs, fields=fields)
-        return whole.select(found[0], [episode.row for episode in episodes])
+        return whole.select(found[0], whole.places(episode.row for episode in episodes))
 
     def release_memory(self) -> None:
         """With `offload`, gives back the shards' memory on the device."""

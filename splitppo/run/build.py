@@ -49,7 +49,8 @@ def build_sampler(
     index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
     return Sampler(
         rollout.batch_size,
-        lambda row: prompts[index(row // rollout.samples)],
+        lambda number: prompts[index(number)],
+        samples=rollout.samples,
         limit=rollout.max_new_tokens,
         context=rollout.max_context,
         window=rollout.window,

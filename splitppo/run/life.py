@@ -21,7 +21,7 @@ from splitppo.generator import Generator
 from splitppo.job.launch import LAUNCHER
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import ROLES, Role, StepPlan, data_parallel, own
+from splitppo.placement import ROLES, Role, StepPlan, data_parallel, make_step_plan
 from splitppo.policy import Policy
 from splitppo.run import checkpoint, checks, files, lock, memory, notices, screen, sources
 from splitppo.run.build import Builder
@@ -135,11 +135,10 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
         )
         # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
         runtime.store.delete_key(f"contexts/{step - 3}")
-    return own(
+    return make_step_plan(
+        sampler.streams,
         seed=config.seed,
         step=step,
-        batch_size=rollout.batch_size,
-        samples=rollout.samples,
         mini_batches=config.ppo.mini_batches,
         sizes=sizes,
         contexts=contexts,

@@ -34,7 +34,7 @@ from splitppo import algo
 from splitppo.job.collectives import Group
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Runner
-from splitppo.placement import own, piece
+from splitppo.placement import Streams, make_step_plan, piece
 from splitppo.rollout import Episode, Prompt, Rollout, pack_rows, unpack_rows
 from splitppo.sampler import Sampler
 
@@ -235,7 +235,7 @@ def now(clock: Clock, lengths: list[int], ranks: int) -> None:
     clock(
         "now",
         "advantages",
-        lambda: new_advantages(rollout.lengths, torch.zeros(len(rollout.rows)), *packed),
+        lambda: new_advantages(rollout.episode_lengths, torch.zeros(len(rollout.rows)), *packed),
     )
     clock("now", "tensors", rollout.logprobs, 2)
     clock("now", "ages", rollout.ages, 2)
@@ -245,22 +245,19 @@ def now(clock: Clock, lengths: list[int], ranks: int) -> None:
     clock(
         "now",
         "plan",
-        lambda: [torch.tensor(rollout.lengths[i::MINI]).sum() for i in range(MINI)],
+        lambda: [torch.tensor(rollout.episode_lengths[i::MINI]).sum() for i in range(MINI)],
         2,
     )
     clock("now", "plan", lambda: cut_lengths(rollout.totals, BUDGET, packed=True), 2)
     sizes = {"actor": ranks, "critic": ranks}
-    given: Any = {
-        "seed": 0,
-        "step": 1,
-        "batch_size": len(lengths),
-        "samples": 1,
-        "mini_batches": MINI,
-        "sizes": sizes,
-    }
-    owned = own(**given, contexts=lengths)
+    given: Any = {"seed": 0, "step": 1, "mini_batches": MINI, "sizes": sizes}
+    owned = make_step_plan(Streams(len(lengths)), **given, contexts=lengths)
     clock(
-        "now", "ownership", lambda: own(**given, contexts=lengths).between("actor", 0, "critic", 0)
+        "now",
+        "ownership",
+        lambda: make_step_plan(Streams(len(lengths)), **given, contexts=lengths).between(
+            "actor", 0, "critic", 0
+        ),
     )
     run_threads(ranks, exchange, clock, samples, owned)
 
@@ -285,11 +282,12 @@ def exchange(group: Group, clock: Clock, samples: list[list[Episode]], owned: An
     )
     rollout = Rollout(samples[rank])
     fields = {str(i): torch.zeros(rollout.tokens) for i in range(FIELDS)}
-    mini = [rollout.rows[i::MINI] for i in range(MINI)]
+    places = list(range(len(rollout.rows)))
+    mini = [places[i::MINI] for i in range(MINI)]
     runner = Runner(pickling, torch.device("cpu"), BUDGET)
     watch("now", "balance", lambda: runner.balance(MODEL, rollout, mini, fields), 2)
     sampler = Sampler(
-        owned.count, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1
+        owned.streams.slots, lambda row: Prompt("", PROMPT, "", "", {}), limit=10**9, window=1
     )
     for s in samples[rank]:
         sampler._keep(replace(s, end=None))

@@ -55,7 +55,7 @@ def some_asks() -> list[Ask]:
     ]
     drawn = [[generator.randrange(2, 90) for _ in range(size)] for size, _ in sizes]
     return [
-        Ask(row, ids, 0, tokens, free=False)
+        Ask(row, ids, 0, tokens, may_stop=False)
         for row, (ids, (_, tokens)) in enumerate(zip(drawn, sizes, strict=True))
     ]
 

@@ -144,7 +144,7 @@ def test_random_dialogues(engine: Any, name: str) -> None:
     while len(rows) < count:
         step += 1
         engine.load_weights(models[step % 2].state_dict().items())
-        lists = sampler.generate(recorded, step, range(sampler.slots), sampling, 3)
+        lists = sampler.generate(recorded, step, range(sampler.streams.slots), sampling, 3)
         rows += [row for ended in lists for row in ended]
         sampler.gather_open(ALONE)
     rows.sort(key=lambda row: row.row)

@@ -106,7 +106,7 @@ def sampler_of(
 
 def played(sampler: Sampler, step: int = 1, slots: Sequence[int] | None = None) -> list[Episode]:
     engine: Any = Script()
-    mine = range(sampler.slots) if slots is None else slots
+    mine = range(sampler.streams.slots) if slots is None else slots
     lists = list(sampler.generate(engine, step, mine, RolloutConfig(), 0))
     return sorted((row for rows in lists for row in rows), key=lambda row: row.row)
 
@@ -232,7 +232,7 @@ def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
     sampler = sampler_of({}, slots=1, window=6, limit=6)
     sampler.load_state(state)
     row, *_ = played(sampler, 2)
-    assert (row.row, row.end, row.tokens, row.fresh) == (0, "limit", 6, 0)
+    assert (row.row, row.end, row.tokens, row.last_step_tokens) == (0, "limit", 6, 0)
 
 
 @pytest.mark.parametrize("why", ["answered turn 1 otherwise", "began otherwise"])

@@ -114,7 +114,12 @@ def run_case(options: argparse.Namespace) -> None:
     works = {
         "log-probs": lambda: learner.forward(rollout, partial(outputs, entropy=True), fields=2),
         "update": lambda: learner.update(
-            rollout, [rollout.rows], fields, partial(objective, outputs), step=1, epochs=1
+            rollout,
+            [rollout.places(rollout.rows)],
+            fields,
+            partial(objective, outputs),
+            step=1,
+            epochs=1,
         ),
     }
     found: dict[str, float] = {}

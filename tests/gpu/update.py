@@ -137,7 +137,9 @@ def update_of(
     if role == "actor":
         del fields["returns"]
     rows = [rollout.rows[i :: options.mini_batches] for i in range(options.mini_batches)]
-    return lambda: learner.update(rollout, rows, fields, objective, step=1, epochs=1)
+    return lambda: learner.update(
+        rollout, [*map(rollout.places, rows)], fields, objective, step=1, epochs=1
+    )
 
 
 def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from splitppo.job.collectives import Group
 from splitppo.models import runner as running
 from splitppo.models.batching import partition
 from splitppo.models.runner import Runner
-from splitppo.placement import own
+from splitppo.placement import Streams, make_step_plan
 from splitppo.rollout import Episode, Rollout
 
 ROWS, LEFT_OUT = 120, {3, 50}
@@ -45,30 +45,27 @@ def runner_of(group: Group) -> Runner:
 
 def balance_rank(group, count=ROWS, cuts=3):
     world, rank = group.dp_size, group.dp_rank
-    owned = own(
-        seed=0,
-        step=1,
-        batch_size=count,
-        samples=1,
-        mini_batches=cuts,
-        sizes={"actor": world, "critic": world},
+    owned = make_step_plan(
+        Streams(count), seed=0, step=1, mini_batches=cuts, sizes={"actor": world, "critic": world}
     )
     mine = owned.slots("actor", rank)
     rollout = Rollout([sample(row) for part in mine for row in part])
     trained = [[row for row in part if row not in LEFT_OUT] for part in mine]
     fields = {"old": torch.cat([torch.zeros(0), *(sampled(s) / 7 for s in rollout.episodes)])}
     fields["twice"] = 2 * fields["old"]
-    got, mini_batches, figures = runner_of(group).balance(MODEL, rollout, trained, fields)
-    tokens = [sum(got.totals[got.index[row]] for row in part) for part in mini_batches]
-    before = [sum(rollout.totals[rollout.index[row]] for row in part) for part in trained]
+    places = [rollout.places(part) for part in trained]
+    got, places_now, figures = runner_of(group).balance(MODEL, rollout, places, fields)
+    tokens = [sum(got.totals[place] for place in part) for part in places_now]
+    before = [sum(rollout.totals[place] for place in part) for part in places]
+    mini_batches = [[got.rows[place] for place in part] for part in places_now]
     per_row = {name: [t.tolist() for t in got.split(x)] for name, x in figures.items()}
     return mini_batches, got.episodes, per_row, tokens, before
 
 
 def test_rows_are_spread_evenly_and_keep_what_is_theirs():
     parts = run_threads(3, balance_rank)
-    owned = own(
-        seed=0, step=1, batch_size=ROWS, samples=1, mini_batches=3, sizes={"actor": 1, "critic": 1}
+    owned = make_step_plan(
+        Streams(ROWS), seed=0, step=1, mini_batches=3, sizes={"actor": 1, "critic": 1}
     )
     uneven = []
     for index, rows in enumerate(owned.slots("actor", 0)):
@@ -108,7 +105,7 @@ def test_the_cost_of_a_row_is_that_of_its_tokens(monkeypatch):
     def run(group: Group) -> None:
         rollout = Rollout([sample(2 * group.dp_rank)])
         fields = {"old": torch.zeros(rollout.tokens)}
-        runner_of(group).balance(MODEL, rollout, [rollout.rows], fields)
+        runner_of(group).balance(MODEL, rollout, [rollout.places(rollout.rows)], fields)
 
     monkeypatch.setattr(running, "work", note)
     run_threads(2, run)

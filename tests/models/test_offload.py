@@ -91,7 +91,9 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
             sizes.append(on_device(model))
         for number in steps:
             values = learner.forward(rows, outputs, fields=1)[0]
-            metrics = learner.update(rows, [rows.rows], fields, objective, step=number, epochs=1)
+            metrics = learner.update(
+                rows, [rows.places(rows.rows)], fields, objective, step=number, epochs=1
+            )
             sizes.append(on_device(model))
             if (kind, number) == ("all", 2):
                 writer = saver.Saver(

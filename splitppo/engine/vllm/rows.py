@@ -50,7 +50,7 @@ class Rows:
                 seed=row_seed(submitted.seed, ask.row, ask.begun),
                 eos=self.eos,
                 tokens=ask.tokens,
-                fixed=not ask.free,
+                fixed=not ask.may_stop,
             )
             name = f"{rank}/{ask.row}"
             core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
