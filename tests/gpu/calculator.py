@@ -11,8 +11,7 @@ Arms, in the order in which to try them:
 * `fast`: twice the rates, for runs that rise slowly.
 
 Each run is a process of its own, colocated. A run that has ended is left as it is. Prints the
-held-out curves, and returns 1 if one ends below 0.8.
-OUT/calculator.png shows them.
+held-out curves, and returns 1 if one ends below 0.8. `splitppo report OUT/*` shows them.
 """
 
 import argparse
@@ -32,22 +31,6 @@ ARMS = {
 }
 DUE = 0.8
 RIGHT = "val/reward/right/mean"  # without the rewards of turns
-
-
-def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4))
-    for name, curve in curves.items():
-        axis.plot(*zip(*curve, strict=True), marker=".", label=name)
-    axis.axhline(DUE, color="gray", ls=":")
-    axis.set(xlabel="step", ylabel="held-out products", ylim=(0, 1.02))
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
@@ -79,8 +62,6 @@ def main() -> int:
     curves = {name: told["held_out"] for name, told in found.items() if told}
     for name, curve in curves.items():
         print(name, *(f"{step}:{score:.3f}" for step, score in curve))
-    if curves:
-        draw(curves, options.out / "calculator.png")
     if pool.wrong:
         print(pool.wrong, file=sys.stderr)
     below = [name for name, curve in curves.items() if curve[-1][1] < DUE]

@@ -16,8 +16,8 @@ Studies:
 Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time. A
 run that has ended is left as it is; so the same command makes what is missing, and prints the
 table. `--arms rate --seeds 0` makes one run. When one fails, or after `--limit` seconds, all end at
-once. OUT/runs.jsonl has a line for each run that has ended, OUT/study.md the table, OUT/study.png
-the curves.
+once. OUT/runs.jsonl has a line for each run that has ended, OUT/study.md the table. `splitppo
+report OUT/*` shows the curves.
 """
 
 import argparse
@@ -215,39 +215,6 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Score by tokens, and the explained variance by rows: at the first token, late."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    every = [run for runs in found.values() for run in runs]
-    played = any(value is not None for run in every for value in run["explained"]["turn_2"])
-    late = "turn_2" if played else "token_8"
-    figure, axes = pyplot.subplots(1, 3, figsize=(17, 5))
-    for number, (name, runs) in enumerate(found.items()):
-        look: Any = {"color": f"C{number % 10}", "ls": "-" if number < 6 else "--", "label": name}
-        steps = min(len(run["score"]) for run in runs)
-        tokens = [fmean(run["tokens"][step] for run in runs) for step in range(1, steps + 1)]
-        scores = [fmean(run["score"][step] for run in runs) for step in range(steps)]
-        axes[0].plot(tokens, scores, **look)
-        for axis, place in zip(axes[1:], ("first", late), strict=True):
-            ready = [
-                step
-                for step in range(steps)
-                if all(run["explained"][place][step] is not None for run in runs)
-            ]
-            values = [fmean(run["explained"][place][step] for run in runs) for step in ready]
-            axis.plot([(step + 1) * runs[0]["rows"] for step in ready], values, **look)
-    axes[0].set(xlabel="tokens sampled", ylabel="score")
-    axes[1].set(xlabel="rows", ylabel="explained at the first token", ylim=(-0.2, 1))
-    axes[2].set(xlabel="rows", ylabel=f"explained at {late}", ylim=(-0.2, 1))
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 class Pool:
     """Runs side by side; all end when one fails or the time is over."""
 
@@ -359,7 +326,6 @@ def main() -> int:
     if found:
         (options.out / "study.md").write_text(table(found))
         print(table(found))
-        draw(found, options.out / "study.png")
     if pool.wrong:
         print(pool.wrong, file=sys.stderr)
     return 1 if pool.wrong else 0

@@ -276,7 +276,7 @@ def paths(_: random.Random) -> Iterator[Attack]:
                  do=copied(0, lambda f: (f / "p.toml").write_text("steps = 7\n")),
                  check=lambda f, said: "" if "steps = 7" in said else "not read")  # fmt: skip
     for command, argv in (
-        ("report", ["~/run", "--out=~/p.png"]),
+        ("report", ["~/run", "--out=~/p.html"]),
         ("export", ["~/run", "--out=~/x"]),
         ("plan", ["~/run"]),
     ):
@@ -291,11 +291,9 @@ def paths(_: random.Random) -> Iterator[Attack]:
             }
             yield Attack(f"{command} {value[:20]!a}", argv.get(command, [value]), REFUSED, command)
     yield Attack(
-        "report into nowhere", ["run", "--out=no/where.png"], REFUSED, "report", do=copied(3)
+        "report into nowhere", ["run", "--out=no/where.html"], REFUSED, "report", do=copied(3)
     )
-    yield Attack(
-        "report over a folder", ["run", "--html", "--out=run"], REFUSED, "report", do=copied(3)
-    )
+    yield Attack("report over a folder", ["run", "--out=run"], REFUSED, "report", do=copied(3))
     yield Attack("export over a file", ["run", "--out=data.jsonl"], REFUSED, "export", do=copied(3))
 
 
@@ -565,12 +563,7 @@ def damages(_: random.Random) -> Iterator[Attack]:
         "a folder for a sample": to_folder("run/samples/step_000001.jsonl"),
     }  # fmt: skip
     for name, harm in shown.items():
-        for command, argv in (
-            ("report", ["run"]),
-            ("report", ["run", "--html"]),
-            ("export", ["run"]),
-            ("plan", ["run"]),
-        ):
+        for command, argv in (("report", ["run"]), ("export", ["run"]), ("plan", ["run"])):
             yield Attack(
                 f"{' '.join([command, *argv])} with {name}",
                 argv,

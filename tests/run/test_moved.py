@@ -144,7 +144,7 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert typed(monkeypatch, "report", "run", "--html") == 0
+    assert typed(monkeypatch, "report", "run") == 0
     assert typed(monkeypatch, "export", "run", "--dtype=float32") == 0
     told = capsys.readouterr()
     assert told.err == ""

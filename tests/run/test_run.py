@@ -45,7 +45,6 @@ from splitppo.run.resolve import pick_device
 from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
 from splitppo.tools import chat, export, plan, push
-from splitppo.tools.runs import read_runs
 
 
 def frozen_rank(rank: int, argv: list[str]) -> int:
@@ -263,14 +262,6 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     told = plan.plan(due, gpus=4)
     assert not any("reference with the actor" in line for line in told[1:])
     assert any("reference with the critic" in line for line in told[1:])
-    from splitppo.tools import report  # it draws: most of a second for each rank
-
-    texts = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.text", lambda self, x, y, text, **how: texts.append(text)
-    )
-    report.draw(read_runs([due])[0], None)
-    assert texts.count('no value model: ppo.baseline = "group"') == 3
 
 
 @pytest.mark.wide

@@ -266,7 +266,7 @@ def test_page_of_a_bare_run(tmp_path: Path):
     run = bare_run({"step": 1.0, "actor/pg_loss": 1.0})
     data = data_of(build_page(tmp_path, run, None))
     tables = [rows for *_, rows in data["tables"]]
-    assert (tables, data["timelines"], data["time"]) == ([None, None], [], None)
+    assert (tables, data["timelines"], data["time"]) == ([None, None, []], [], None)
     (tmp_path / "placement.txt").write_text("placement per_node: 1 actor, 1 critic\n  rank 0\n")
     (tmp_path / "versions.json").write_text("steps = ")
     with pytest.raises(UserError, match=r"versions.json can't be read .*; fix or remove it"):
