@@ -184,7 +184,7 @@ def text_reader(
 ) -> CallReader:
     """Reads turns by a format's patterns. Raises UserError if `pattern` is none of a call."""
     try:
-        groups = re.compile(pattern).groups
+        call = re.compile(pattern)
         # the thoughts behind it: so its groups have the numbers, and flags stand first
         scan = re.compile(f"{pattern}|(?P<thought>{_THOUGHT})", re.DOTALL)
     except re.error as error:
@@ -192,9 +192,10 @@ def text_reader(
             f"env.call_format={pattern} is no regular expression ({error}); "
             f"use auto, {', '.join(FORMATS)} or one with a group for the JSON of a call"
         ) from error
-    if not groups:
+    if not call.groups or ("name" in call.groupindex) != ("arguments" in call.groupindex):
         raise UserError(
-            f"env.call_format={pattern} has no group; put the JSON of a call into brackets"
+            f"env.call_format={pattern} has no group for a call; put its JSON into brackets, or "
+            "have the groups `name` and `arguments`"
         )
     parameters = {
         schema["function"]["name"]: schema["function"]["parameters"].get("properties", {})
@@ -205,11 +206,11 @@ def text_reader(
         parts = match.groupdict()
         if "name" not in parts:
             return _calls((match[1] or "").strip())
-        arguments: Any = (parts["arguments"] or "").strip() or "{}"
+        arguments: Any = (parts["arguments"] or "").strip()
         if pair:
             types = parameters.get(parts["name"], {})
             pairs = re.findall(pair, arguments, re.DOTALL)
-            if re.sub(pair, "", arguments, flags=re.DOTALL).strip(" \n{}"):
+            if re.sub(pair, "", arguments, flags=re.DOTALL).strip():
                 return [Call("", error="the call holds what is no argument")]
             arguments = {name: _typed(text, types.get(name, {})) for name, text in pairs}
         return [_call({**parts, "arguments": arguments})]

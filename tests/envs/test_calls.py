@@ -1,12 +1,16 @@
 """Calls as the chat templates of many families write them, and what reads them."""
 
+import random
+import re
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from templates import CHATML, tokenizer_of_bytes
 
 from splitppo.envs import Call
-from splitppo.envs.calls import FORMATS
+from splitppo.envs.calls import FORMATS, text_reader
 from splitppo.envs.tools import tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError
@@ -278,6 +282,9 @@ BROKEN = [
     ("GLM 4.5", "<tool_call>search <arg_key>query</arg_key>a</tool_call>"),
     ("Mistral 3.2", "[TOOL_CALLS][ARGS]{}"),
     ("Mistral 3.2", "[TOOL_CALLS]search[ARGS]{"),
+    ("Mistral 3.2", "[TOOL_CALLS]search"),
+    ("Kimi 2", "<|tool_call_begin|>functions.search:0"),
+    ("gpt-oss", "<|channel|>commentary to=functions.search <|constrain|>json"),
     ("Kimi 2", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>"),
     ("DeepSeek 3.1", "<｜tool▁call▁begin｜>search<｜tool▁sep｜>query: a<｜tool▁call▁end｜>"),
     ("gpt-oss", "<|channel|>commentary to=functions.search<|message|>[]<|call|>"),
@@ -288,6 +295,33 @@ BROKEN = [
 def test_what_is_no_whole_call_is_an_error(family: str, text: str):
     turns = Turns(tokenizer_of_bytes(template_of(FAMILIES[family][1])), tools=SCHEMAS)
     assert [bool(call.error) for call in reading(turns, text)] == [True]
+
+
+# parts of calls of all families, of thoughts and of JSON
+TEXTS = " ".join(text for _, _, text in FAMILIES.values())
+BITS = [
+    *re.findall(r"\w+|[^\w\s]+|\s+", TEXTS),
+    "<think>", "</think>", "[THINK]", "\ud800", "\0", "NaN",
+    "1" * 5000, "[" * 2000, "<|end|>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_is_said_is_read(name: str):
+    """As whole calls, or with an error each."""
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(ids))
+    read: Any = text_reader(tokenizer, SCHEMAS, *FORMATS[name])
+    draw = random.Random(name)
+    outcomes = Counter[bool]()
+    whole = next(text for reads, _, text in FAMILIES.values() if reads == name)
+    for _ in range(1000):
+        said = draw.choices(BITS, k=draw.randint(0, 30))
+        said.insert(draw.choice([0, len(said)]), whole[: draw.choice([0, 50, len(whole)])])
+        for call in read(draw.choice([[], ["<think>\n"]]), said).tool_calls:
+            assert isinstance(call.arguments, dict)
+            assert bool(call.name) != bool(call.error)
+            outcomes[bool(call.error)] += 1
+    assert min(outcomes[False], outcomes[True]) > 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)

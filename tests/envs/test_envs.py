@@ -170,7 +170,10 @@ def test_calls_are_read(call_format: str, text: str, expected: list[Call] | str)
     assert message.role == "assistant"
 
 
-@pytest.mark.parametrize(("call_format", "message"), [("(", "no regular"), ("call", "no group")])
+@pytest.mark.parametrize(
+    ("call_format", "message"),
+    [("(", "no regular"), ("call", "no group"), ("(?P<name>a)", "no group")],
+)
 def test_a_wrong_format_is_refused(call_format: str, message: str):
     with pytest.raises(UserError, match=message):
         call_reader(build_tokenizer(), [], call_format)
