@@ -1,9 +1,7 @@
 """A model on one group: sharded forward passes, PPO updates, full weights for the engine."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from splitppo import algo
 from splitppo.config import Config, Offload, OptimConfig
-from splitppo.models import lora
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import (
     ROUND,
@@ -23,11 +20,12 @@ from splitppo.models.batching import (
     dummy_rollout,
     to_device,
 )
-from splitppo.models.names import ADAPTER, buffers_of, weights_of
+from splitppo.models.names import buffers_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sequence import sequence_of
-from splitppo.models.sharding import gather_full, gradient_norm, keep_gathered, local, shard_again
+from splitppo.models.sharding import gradient_norm, keep_gathered, local, shard_again
+from splitppo.models.trainable import Trainable, Whole
 from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Rollout
 
@@ -35,6 +33,7 @@ from splitppo.rollout import Rollout
 WORK = ("padding", "imbalance", "update_tflop")
 # full weights gathered in one message, at least: with a message per tensor, latency dominates
 GATHER_BYTES = 2**27
+WHOLE = Whole("policy")
 
 # (model, rows, fields `[N]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]
@@ -46,12 +45,12 @@ class Learner:
     Args:
         model: sharded by `parallelize` and filled.
         optim: AdamW and its schedule over the run's `steps`.
+        flops: of a token's forward and backward pass.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
         gather_once: gather weights and reduce gradients once per mini-batch, not once per
             micro-batch.
         offload: what is in host memory while it is not needed, as in `policy.offload`.
-        adapter: which adapters of the model are trained, if it has any. The base may be another
-            learner's, too.
+        trainable: what of the model is trained. The rest may be another learner's, too.
     """
 
     def __init__(
@@ -64,16 +63,18 @@ class Learner:
         aggregate: algo.Aggregate,
         gather_once: bool = False,
         offload: Offload = "none",
-        adapter: lora.Adapter | None = None,
+        trainable: Trainable = WHOLE,
+        flops: float = 0.0,
     ):
         self.model = model
-        self.adapter = adapter
+        self.trainable = trainable
+        self.flops = flops
         self.runner = runner
         self.optim = optim
         self.steps = steps
         self.aggregate: algo.Aggregate = aggregate
         self.gather_once = gather_once
-        trained = [p for p in self.own().values() if p.requires_grad]
+        trained = trainable.trained(model).values()
         # some versions of torch run the fused kernel on one mesh only
         alike: dict[Any, list[nn.Parameter]] = {}
         for p in sorted(trained, key=lambda p: p.ndim < 2):
@@ -157,7 +158,7 @@ class Learner:
             `skipped` (1 if the gradient was not finite), the objective's metrics. For the whole
             update: `padding`, the fraction of tokens that are padding; `imbalance`, the largest
             rank's tokens relative to the mean, less 1; `update_tflop`, a rank's model FLOPs in
-            10^12 (6 per token and parameter).
+            10^12 (`Cost.flops`).
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
@@ -190,16 +191,15 @@ class Learner:
         means = [dict(zip(sums[0], row, strict=True)) for row in totals]
         return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
 
-    def own(self) -> dict[str, nn.Parameter]:
-        """The model's weights, by Hugging Face name, as they are now: sharded or gathered."""
-        return self.adapter.own(self.model) if self.adapter else weights_of(self.model)
-
-    def sharded(self) -> dict[str, nn.Parameter]:
-        """This rank's shards of the weights, by Hugging Face name, on the device."""
+    def sharded(
+        self, select: Callable[[nn.Module], dict[str, nn.Parameter]] | None = None
+    ) -> dict[str, nn.Parameter]:
+        """This rank's shards of the weights, by Hugging Face name, on the device. `select`: the
+        method of `trainable` that says which, by default `parameters`."""
         self.shards.fetch()
         # a forward without a backward leaves the root's weights gathered
         cast(FSDPModule, self.model).reshard()
-        return self.own()
+        return (select or self.trainable.parameters)(self.model)
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Fills a weight, by Hugging Face name, with a number `[]`."""
@@ -222,12 +222,9 @@ class Learner:
         """The full weights, with adapters merged into them, and persistent buffers, by Hugging Face
         name. All ranks of the group must consume them. A tensor may be a view of the weight, and is
         valid until the next one is asked for. In the end the weights' memory is released."""
-        own = self.adapter
-        gather = partial(lora.gather_merged, adapter=own) if own else gather_full
+        gather = self.trainable.gather
         named: dict[str, Tensor] = {}
-        for name, parameter in self.sharded().items():
-            if re.search(ADAPTER, name):
-                continue
+        for name, parameter in self.sharded(self.trainable.sent).items():
             named[name] = parameter
             if sum(weight.numel() for weight in named.values()) * dtype.itemsize >= GATHER_BYTES:
                 yield from gather(self.model, named, dtype)
@@ -271,11 +268,10 @@ class Learner:
         mean = all_tokens / group.dp_size
         if not all_run:
             return {}
-        size = sum(parameter.numel() for parameter in self.own().values())
         return {
             "padding": 1 - all_tokens / all_run,
             "imbalance": most / mean - 1,
-            "update_tflop": 6e-12 * mean / pieces * epochs * size,
+            "update_tflop": 1e-12 * self.flops * mean / pieces * epochs,
         }
 
     def _accumulate(

@@ -198,7 +198,7 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
 
 def parts(learner: Any) -> dict[str, torch.Tensor]:
     """The weights of a learner with adapters as it holds them: base, adapters, head."""
-    if not learner.adapter:
+    if learner.trainable.sent(learner.model) == learner.trainable.parameters(learner.model):
         return {}
     held = gather_full(learner.model, dict(learner.sharded()), torch.float32)
     return {name: weight.cpu().clone() for name, weight in held}

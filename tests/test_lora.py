@@ -247,7 +247,7 @@ def test_a_shared_base_is_two_models(inputs):
     held = weights_of(shared)
     for kind in ("policy", "value", "policy"):
         own, adapter = lora_model(folder, kind, settings[kind])
-        assert adapters[kind].own(shared).keys() == weights_of(own).keys()
+        assert adapters[kind].parameters(shared).keys() == weights_of(own).keys()
         for name, weight in adapter.trained(own).items():
             weight.data.copy_(held[name])
         assert torch.equal(outputs(shared, kind), outputs(own, kind)), kind
@@ -311,7 +311,7 @@ def test_200_syncs_leave_the_base_as_it_was(inputs, runtime, dtype):
     randomize(model)
     runner = Runner(runtime.groups["actor"], CPU, 40)
     optim = OptimConfig(lr=1e-3)
-    how: Any = {"steps": 1, "aggregate": "token_mean", "adapter": adapter}
+    how: Any = {"steps": 1, "aggregate": "token_mean", "trainable": adapter}
     learner = Learner(model, runner, optim, **how)
     before = {name: weight.clone() for name, weight in parts(learner).items()}
     engine = HFEngine(

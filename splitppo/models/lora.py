@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,10 +24,12 @@ from transformers import PretrainedConfig
 
 from splitppo.config import LoraConfig
 from splitppo.errors import UserError
-from splitppo.models.build import Kind, build
+from splitppo.models.build import build
+from splitppo.models.cost import Cost
 from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
 from splitppo.models.tensor import cut_adapter, parts_of
+from splitppo.models.trainable import Trainable
 
 # compiled graphs of a layer: its kinds, by which adapters are on, by what needs gradients; the
 # compiler's own limit is 8
@@ -40,16 +42,14 @@ OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pat
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A model's set of adapters.
+class Adapter(Trainable):
+    """A model's set of adapters. `kind`, `policy` or `value`, is its name in the model's modules.
 
     Attributes:
-        kind: `policy` or `value`: whose it is, and its name in the model's modules.
         base: the base model, as the configuration names it.
         digest: returns what identifies the base's weights.
     """
 
-    kind: Kind
     settings: LoraConfig
     base: str = ""
     digest: Callable[[], str] = str
@@ -63,9 +63,38 @@ class Adapter:
         layer = weight.removesuffix(".weight")
         return [f"{layer}.lora_{part}.{self.kind}.weight" for part in "AB"]
 
-    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters, by name, of the model whose adapters these are; another one may share its
-        base."""
+    def prepare(self, model: nn.Module) -> None:
+        """Nothing: `add` chooses."""
+
+    def add(self, model: nn.Module) -> None:
+        add(model, self)
+
+    def read(self, model: nn.Module) -> None:
+        read(model, self)
+
+    def check(self, config: PretrainedConfig, start: Path | None = None) -> None:
+        folder = start or self.settings.path
+        if folder:
+            check(Path(folder), config, self)
+
+    def held_in(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def cost(self, cost: Cost) -> Cost:
+        # a layer's output is the sum of two products; compiled, checkpointing keeps both: measured
+        # on GPUs, to 0.01 GiB (docs/measured.md)
+        return replace(
+            cost,
+            weights=float(cost.parameters * cost.width + 4 * cost.trained),
+            outputs=cost.outputs + 1,
+            checkpoints=1 + cost.compiled,
+            # in float32, before and after
+            merged=8 * cost.widest * cost.hidden / cost.width**2,
+            dense=False,
+        )
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Those of the model whose adapters these are; another one may share its base."""
         others = {
             "policy": r"\.lora_[AB]\.value\.|^score\.",
             "value": rf"\.lora_[AB]\.policy\.|^(?!{model.base_model_prefix}\.|score\.)",
@@ -76,9 +105,28 @@ class Adapter:
             if not re.search(others[self.kind], name)
         }
 
-    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Those that are trained: the adapters, and a value model's head."""
-        return {name: weight for name, weight in self.own(model).items() if weight.requires_grad}
+    def saved(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return self.trained(model)
+
+    def sent(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The base and a head; `gather` merges the adapters."""
+        every = self.parameters(model)
+        return {name: weight for name, weight in every.items() if not re.search(ADAPTER, name)}
+
+    def gather(
+        self, model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        return gather_merged(model, named, dtype, adapter=self)
+
+    def gather_files(self, model: nn.Module) -> dict[str, Tensor]:
+        return gather_trained(model, self)
+
+    def write(self, folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+        save(folder, model, self, tensors)
+        return [*FILES]
+
+    def summary(self) -> dict[str, Any]:
+        return {"lora_rank": self.settings.rank, "lora_alpha": self.alpha}
 
 
 def add(model: nn.Module, adapter: Adapter) -> None:

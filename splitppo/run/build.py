@@ -24,7 +24,7 @@ from splitppo.generator import Generator
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
-from splitppo.models import build, lora, sharding, weights
+from splitppo.models import build, sharding, weights
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
@@ -256,7 +256,8 @@ class Builder:
             steps=self.config.steps,
             aggregate=self.config.ppo.aggregate,
             gather_once=self.config.compute.gather == "mini_batch",
-            adapter=self.resolved.models[name].adapter,
+            trainable=self.resolved.models[name].trainable,
+            flops=self.resolved.cost(name).flops,
         )
 
     def _reference(
@@ -321,32 +322,28 @@ class Builder:
         resolved = self.resolved
         found = resolved.models[name]
         config = self.config
-        frozen = name in ("reference", "reward")
         shares = name == "policy" and config.value.share_base
         held = [found, resolved.models["value"]] if shares else [found]
-        adapters = [one.adapter for one in held if one.adapter]
-        # what is not trained is held in the precision in which it runs
+        trainables = [one.trainable for one in held]
         model = build.build(
             held[-1].config,
             "both" if shares else found.kind,
-            resolved.dtype if frozen or adapters else torch.float32,
+            found.trainable.held_in(resolved.dtype),
             packed=found.packed,
         )
-        # with gradients, the reference's layers are to the compiler what the policy's are; it runs
-        # without them
-        model.requires_grad_(name != "reward")
-        build.freeze(model, found.frozen, f"{name}.freeze")
+        found.trainable.prepare(model)
         role = resolved.role_of(name)
         sharding.parallelize(
             model,
             self.runtime.shards[role],
             dtype=resolved.dtype,
-            activation_checkpointing=config.compute.activation_checkpointing and not frozen,
+            activation_checkpointing=config.compute.activation_checkpointing
+            and found.counts.trained > 0,
             # a reward model runs over texts of its own: compiling it would take longer than it
             # saves
             compiled=resolved.compiled and name != "reward",
             ranks=self.runtime.sets[role][config.set_shape(name)],
-            adapt=lambda model: [lora.add(model, adapter) for adapter in adapters],
+            adapt=lambda model: [trainable.add(model) for trainable in trainables],
         )
         weights.fill(
             model,
@@ -356,8 +353,8 @@ class Builder:
             head=config.value.head,
             seed=config.seed,
         )
-        for adapter in adapters:
-            lora.read(model, adapter)
+        for trainable in trainables:
+            trainable.read(model)
         if shares:
             self.shared = model
         return model

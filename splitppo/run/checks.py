@@ -11,7 +11,6 @@ from splitppo.engine.vllm.plan import kv_bytes_per_token
 from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
 from splitppo.errors import UserError
-from splitppo.models import lora
 from splitppo.models.sequence import check_heads
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
@@ -86,10 +85,8 @@ def check_adapters(resolved: Resolved, found: Path | None = None) -> None:
     """Refuses adapters of other models: those to start from, or those of the checkpoint `found`, to
     go on from."""
     for name, model in resolved.models.items():
-        if model.adapter:
-            start = found / resolved.role_of(name) if found else model.adapter.settings.path
-            if start:
-                lora.check(Path(start), model.config, model.adapter)
+        start = found / resolved.role_of(name) if found else None
+        model.trainable.check(model.config, start)
 
 
 def _check_groups(resolved: Resolved) -> None:

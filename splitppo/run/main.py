@@ -179,7 +179,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             *validation.notes,
             *(
                 "value.share_base: one base for policy and value model saves "
-                f"{model.parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
+                f"{model.counts.parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
                 for name, model in resolved.models.items()
                 if name == "value" and resolved.config.value.share_base
             ),

@@ -12,10 +12,9 @@ from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
-from splitppo.models.footprint import GB, USABLE, Footprint
+from splitppo.models.cost import GB, USABLE, Cost
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place
-from splitppo.run.held import footprint_of, held_of
+from splitppo.placement import Role, place, replicas
 from splitppo.run.resolve import Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
@@ -39,7 +38,7 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
             (name, *part)
             for name in resolved.models
             if resolved.placement.colocated or resolved.role_of(name) == role
-            for part in held_of(resolved, name)
+            for part in _held(resolved, name)
         ]
         for phase, turn, work in _turns(resolved, role, memory):
             models = {part: size for name, part, size, stays in held if stays or name in turn}
@@ -219,6 +218,28 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
+def _shards(resolved: Resolved, name: str) -> int:
+    """Among how many ranks a model's weights are sharded."""
+    ranks, *_ = replicas(
+        resolved.role_of(name),
+        resolved.placement,
+        resolved.config.fsdp.shard_size,
+        local_world=resolved.local_world,
+    )
+    return len(ranks)
+
+
+def _held(resolved: Resolved, name: str) -> Iterator[tuple[str, float, bool]]:
+    """What a rank holds of a model while it runs, its bytes, and whether it stays there between its
+    turns."""
+    cost = resolved.cost(name)
+    ranks = _shards(resolved, name)
+    offload = resolved.offload(name)
+    yield f"{name}'s weights", cost.weights / ranks, offload != "all"
+    if cost.trained and offload in ("auto", "none"):
+        yield f"{name}'s optimizer", cost.optimizer / ranks, True
+
+
 def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Resolved:
     """The same with another setting."""
     changed = replace(getattr(resolved.config, table), **{name: setting})
@@ -256,23 +277,21 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     config = resolved.config
     model = resolved.models["policy"]
     size = config.engine.tensor_parallel
-    found, *_ = footprint_of(resolved, "policy")
+    cost = resolved.cost("policy")
     most = most_rows(config, len(resolved.placement.groups["actor"]))
     rows = min(config.engine.max_rows, most) * size
     blocks = -(-config.rollout.max_row_tokens // plan.BLOCK) + 1
     row = blocks * plan.BLOCK * plan.kv_bytes_per_token(model.config, resolved.dtype, size)
-    whole = model.parameters * resolved.dtype.itemsize
+    whole = cost.parameters * cost.width
     weights = whole / size
-    embedding = found.vocabulary * found.hidden
-    largest = found.widest * found.hidden / resolved.dtype.itemsize**2  # of a layer's weights
+    embedding = cost.vocabulary * cost.hidden
     sync = {
         "gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES)),
-        # in float32, before and after
-        "merged weight": 8 * largest * bool(model.adapter),
+        "merged weight": cost.merged,
     }
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
-        states = prompts * 3 * (found.widest + found.hidden) + 12 * rows * found.vocabulary
+        states = prompts * 3 * (cost.widest + cost.hidden) + 12 * rows * cost.vocabulary
         return (
             {"engine's weights": weights},
             sync,
@@ -299,70 +318,64 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
     """A forward pass without gradients, of the log-probs or the scores."""
-    found, _, shape = footprint_of(resolved, name)
-    cut = shape.tensor
+    cost = resolved.cost(name)
+    shape = resolved.config.set_shape(name)
     rows = -(
         -resolved.config.rollout.batch_size * shape.size // len(resolved.placement.groups[role])
     )
     tokens, _ = _tokens(resolved, name, rows)
-    # with adapters, a layer's outputs are the sum of two
-    wide = 3 + bool(resolved.models[name].adapter)
-    states = tokens * (wide * found.widest / cut + 3 * found.hidden)
-    logits = _logits(resolved, found, tokens, entropy=name == "policy") + 2 * tokens * found.hidden
+    states = tokens * (cost.outputs * cost.widest / shape.tensor + 3 * cost.hidden)
+    logits = _logits(resolved, cost, tokens, entropy=name == "policy") + 2 * tokens * cost.hidden
     return {
-        "gathered weights": (found.root + 2 * found.layer / cut) * resolved.dtype.itemsize,
+        "gathered weights": (cost.root + 2 * cost.layer / shape.tensor) * cost.width,
         f"activations of {tokens:,} tokens": max(states, logits),
     }
 
 
-def _logits(resolved: Resolved, found: Footprint, tokens: int, *, entropy: bool) -> float:
+def _logits(resolved: Resolved, cost: Cost, tokens: int, *, entropy: bool) -> float:
     """A piece of the logits, and what is computed from it in float32, of which compiled code keeps
     little."""
     rollout = resolved.config.rollout
-    width = resolved.dtype.itemsize
     responses = tokens * rollout.max_new_tokens // rollout.max_row_tokens
-    numbers = 1 + width / 4 if resolved.compiled else 3 + 2 * entropy
-    ids = resolved.vocabulary_size if found.vocabulary else 0
-    return min(responses, LOGIT_PIECE) * (found.vocabulary * width + ids * 4 * numbers)
+    numbers = 1 + cost.width / 4 if resolved.compiled else 3 + 2 * entropy
+    ids = resolved.vocabulary_size if cost.vocabulary else 0
+    return min(responses, LOGIT_PIECE) * (cost.vocabulary * cost.width + ids * 4 * numbers)
 
 
 def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     """The update's peak: where the backward pass begins, or where it ends and the root's gradients
     are reduced."""
     config = resolved.config
-    model = resolved.models[name]
-    found, shards, shape = footprint_of(resolved, name)
+    cost = resolved.cost(name)
+    shards = _shards(resolved, name)
+    shape = config.set_shape(name)
     cut = shape.tensor
     ppo = config.ppo
-    width = resolved.dtype.itemsize
     ranks = len(resolved.placement.groups[role]) // shape.size
     cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
     tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
     # of a layer, what tensor parallelism does not cut: residual stream and norms
-    whole = 4 * found.hidden
+    whole = 4 * cost.hidden
     # of each layer; of the one whose backward pass runs
-    kept = whole + (found.saved - whole) / cut
+    kept = whole + (cost.saved - whole) / cut
     again = 0.0
     if config.compute.activation_checkpointing:
-        # with adapters, a compiled layer keeps two: found on GPUs, to 0.01 GiB (docs/measured.md)
-        two = bool(model.adapter and resolved.compiled)
-        kept, again = found.hidden * (1 + two), kept
-    whole_model = not model.adapter  # else the gradients of adapters are small
+        kept, again = cost.hidden * cost.checkpoints, kept
     # the gradient of the output layer's weights
-    head = found.vocabulary * found.hidden * whole_model
-    begin = 2 * head + _logits(resolved, found, tokens, entropy=ppo.entropy_coef > 0)
-    layer = 2 * found.layer * width / cut
-    inside = tokens * (again + 2 * found.widest / cut + found.hidden) + head + layer * whole_model
-    gathered = found.root * width + layer
-    gradients = model.trained * 4 / shards
+    head = cost.vocabulary * cost.hidden * cost.dense
+    begin = 2 * head + _logits(resolved, cost, tokens, entropy=ppo.entropy_coef > 0)
+    layer = 2 * cost.layer * cost.width / cut
+    inside = tokens * (again + 2 * cost.widest / cut + cost.hidden) + head + layer * cost.dense
+    gathered = cost.root * cost.width + layer
+    gradients = cost.gradients / shards
     if once := config.compute.gather == "mini_batch":
-        held = found.root + (model.parameters - found.root) / cut
-        gathered = held * width
-        gradients = held * 4 * model.trained / model.parameters
-    reduced = found.root * (8 if shards == 1 else width + 4) * whole_model
+        held = cost.root + (cost.parameters - cost.root) / cut
+        gathered = held * cost.width
+        gradients = held * cost.gradients / cost.parameters
+    reduced = cost.root * (8 if shards == 1 else cost.width + 4) * cost.dense
     first = {
         "gathered weights": gathered,
-        f"activations of {tokens:,} tokens": tokens * found.layers * kept + max(begin, inside),
+        f"activations of {tokens:,} tokens": tokens * cost.layers * kept + max(begin, inside),
     }
     if count > 1 or once:
         first["gradients"] = gradients

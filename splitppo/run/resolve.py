@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,17 @@ import torch
 from huggingface_hub.utils import WeakFileLock
 from transformers import PretrainedConfig, dynamic_module_utils
 
-from splitppo.config import Config, DataConfig, Offload
+from splitppo.config import Config, DataConfig, Offload, PolicyConfig, ValueConfig
 from splitppo.config.cli import map_paths
 from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models import build, hub, lora, tiny, weights
+from splitppo.models.cost import Cost, Counts
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
+from splitppo.models.trainable import NotTrained, Trainable, Whole, cost_of, count
 from splitppo.placement import Placement, Role, holders
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, fingerprint, inputs_of
 from splitppo.run.sources import model_paths
@@ -48,25 +50,15 @@ class Model:
     config: PretrainedConfig
     random_init: bool  # whether its weights are drawn from the seed
     packed: bool  # whether it runs on packed rows
-    frozen: tuple[str, ...] = ()  # what of it is not trained (models/build.py)
-    adapter: lora.Adapter | None = None  # what of it is trained alone (models/lora.py)
+    trainable: Trainable  # what of it is trained
 
     def folder(self, run_dir: Path) -> Path:
         return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
 
     @cached_property
-    def parameters(self) -> int:
-        return build.count_parameters(self.config, self.kind)
-
-    @cached_property
-    def trained(self) -> int:
-        """Parameters of a policy or value model that are trained, tied ones once. Raises UserError
-        if what is frozen, or has adapters, matches nothing."""
-        model = build.build(self.config, self.kind)
-        build.freeze(model, self.frozen, f"{self.kind}.freeze")
-        if self.adapter:
-            lora.add(model, self.adapter)
-        return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    def counts(self) -> Counts:
+        """Raises UserError if what is frozen, or has adapters, matches nothing."""
+        return count(self.config, self.trainable)
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,15 @@ class Resolved:
         """The group that holds a model."""
         return holders(self.config)[model]
 
+    def cost(self, name: str) -> Cost:
+        """What a model takes in this run."""
+        return _cost(
+            self.models[name],
+            self.dtype,
+            self.compiled and name != "reward",
+            name == "value" and self.config.value.share_base,
+        )
+
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
         config = self.config
@@ -150,28 +151,27 @@ class Resolved:
                         else os.path.abspath(model.path),
                         "type": model.config.model_type,
                         "group": self.role_of(name),
-                        "parameters": model.parameters,
+                        "parameters": model.counts.parameters,
                         "random_init": model.random_init,
                         "packed": model.packed,
                         "tensor_parallel": self.config.set_shape(name).tensor,
                         "sequence_parallel": self.config.set_shape(name).sequence,
                         "offload": self.offload(name),
-                        **(
-                            {
-                                "lora_rank": model.adapter.settings.rank,
-                                "lora_alpha": model.adapter.alpha,
-                                "trained": model.trained,
-                                "learning_rate": getattr(self.config, name).optim.lr,
-                            }
-                            if model.adapter
-                            else {}
-                        ),
+                        "trained": model.counts.trained,
+                        **model.trainable.summary(),
                     }
                     for name, model in self.models.items()
                 },
             },
             indent=1,
         )
+
+
+@cache
+def _cost(model: Model, dtype: torch.dtype, compiled: bool, shared: bool) -> Cost:
+    return cost_of(
+        model.config, model.trainable, model.counts, dtype, compiled=compiled, shared=shared
+    )
 
 
 def resolve(
@@ -240,30 +240,32 @@ def _read_model(
         config=found,
         random_init=is_drawn(config, name),
         packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
-        frozen=getattr(config, name).freeze if name in TRAINED else (),
+        trainable=_trainable(config, name, path),
     )
-    if name in TRAINED and getattr(config, name).lora.rank:
-        model = replace(model, adapter=_adapter(config, model))
     if path != "tiny":
         weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
         if probe and (model.packed or name != "reward"):
             model = replace(model, packed=_packs(config, name, model))
-    if model.frozen or model.adapter:
-        _ = model.trained  # refuses what matches nothing
+    if name in TRAINED:
+        _ = model.counts  # refuses what matches nothing
     return model
 
 
-def _adapter(config: Config, model: Model) -> lora.Adapter:
-    """The adapters of a policy or value model."""
+def _trainable(config: Config, name: str, path: str) -> Trainable:
+    """What of a model is trained; `path`: its folder."""
 
     def digest() -> str:
-        if model.random_init or model.path == "tiny":
+        if is_drawn(config, name) or path == "tiny":
             return f"drawn from seed {config.seed}"
-        files = sorted(Path(model.path).glob("*.safetensors"))
+        files = sorted(Path(path).glob("*.safetensors"))
         return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
-    own: Any = getattr(config, model.kind)
-    return lora.Adapter(model.kind, own.lora, model.name, digest)
+    if name not in TRAINED:
+        return NotTrained(KINDS[name])
+    settings: PolicyConfig | ValueConfig = getattr(config, name)
+    if settings.lora.rank:
+        return lora.Adapter(KINDS[name], settings.lora, model_paths(config)[name], digest)
+    return Whole(KINDS[name], settings.freeze)
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from splitppo.errors import UserError
 from splitppo.learner import Learner
-from splitppo.models import lora, offload, sharding
+from splitppo.models import offload, sharding
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
@@ -34,9 +34,7 @@ def tensors_of(learner: Learner | None) -> Tensors:
     held: Tensors = {}
     if not learner:
         return held
-    for name, parameter in learner.sharded().items():
-        if learner.adapter and not parameter.requires_grad:
-            continue
+    for name, parameter in learner.sharded(learner.trainable.saved).items():
         state = learner.state_of(parameter) if parameter.requires_grad else {}
         for kind, tensor in {"model": parameter.detach(), **state}.items():
             held.setdefault(kind, {})[name] = sharding.described(learner.model, name, tensor)
@@ -80,7 +78,7 @@ class Saver:
         self.rank = dist.get_rank(group)
         self.committed = committed
         self.copies: Tensors = {}
-        self.adapter: dict[str, torch.Tensor] = {}
+        self.files: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
         self.step = 0
         self.may_commit = threading.Event()
@@ -112,8 +110,7 @@ class Saver:
                     sharding.local(tensor), non_blocking=True
                 )
         if learner:
-            if learner.adapter:
-                self.adapter = lora.gather_trained(learner.model, learner.adapter)
+            self.files = learner.trainable.gather_files(learner.model)
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
             learner.release_memory(changed=False)
@@ -163,9 +160,8 @@ class Saver:
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
             learner = self.learner
-            if learner and learner.adapter and self.rank == 0:
-                lora.save(partial, learner.model, learner.adapter, self.adapter)
-                names += lora.FILES
+            if learner and self.rank == 0:
+                names += learner.trainable.write(partial, learner.model, self.files)
             own = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
             dist.all_gather_object(files, own, group=self.group)

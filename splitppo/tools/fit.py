@@ -8,10 +8,11 @@ from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.models import hub
 from splitppo.models.build import check_type, read_config
-from splitppo.models.footprint import GB, USABLE
+from splitppo.models.cost import GB, USABLE
+from splitppo.models.trainable import NotTrained, Whole
 from splitppo.placement import place
 from splitppo.run.memory import card, fitted, highest
-from splitppo.run.resolve import KINDS, Model, Resolved
+from splitppo.run.resolve import KINDS, TRAINED, Model, Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
 # of a step
@@ -51,7 +52,15 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     least = []
     total = memory * GB
     models = {
-        role: Model(KINDS[role], name, name, config, True, packed=True)
+        role: Model(
+            KINDS[role],
+            name,
+            name,
+            config,
+            random_init=True,
+            packed=True,
+            trainable=(Whole if role in TRAINED else NotTrained)(KINDS[role]),
+        )
         for role in KINDS
         if role != "reward"
     }
@@ -79,8 +88,8 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             "use more GPUs, or a smaller --length"
         )
     return [
-        f"{name}: {models['policy'].parameters:,} parameters each for policy, reference and value "
-        f"model; rows of {length:,} tokens",
+        f"{name}: {models['policy'].counts.parameters:,} parameters each for policy, reference and "
+        f"value model; rows of {length:,} tokens",
         f"planned for {card(total)}",
         f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest "
         f"on average; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
@@ -127,20 +136,21 @@ def _work(resolved: Resolved) -> Work:
     longest = config.rollout.max_new_tokens
     row = config.rollout.max_row_tokens - longest + longest / MEAN
     text = models["policy"].config
-    engine = models["policy"].parameters * 2 / config.engine.tensor_parallel
+    engine = models["policy"].counts.parameters * 2 / config.engine.tensor_parallel
 
     def forward(name: str) -> float:
         attention = 2 * row * text.hidden_size * text.num_hidden_layers
-        return ROWS * row * (2 * models[name].parameters + attention) / (MFU * FLOPS)
+        return ROWS * row * (resolved.cost(name).flops / 3 + attention) / (MFU * FLOPS)
 
     def update(name: str, offload: str) -> float:
-        moved = {"optimizer": 8, "all": 12}.get(offload, 0) * models[name].parameters * MINI_BATCHES
+        offloaded = {"optimizer": 8, "all": 12}.get(offload, 0)  # bytes of a parameter
+        moved = offloaded * models[name].counts.parameters * MINI_BATCHES
         return forward(name) * (4 if config.compute.activation_checkpointing else 3) + moved / HOST
 
     return Work(
         batch=ROWS,
         rollout=longest * (DECODE + engine / BANDWIDTH),
-        sync=0.05 + models["policy"].parameters * 2e-11,
+        sync=0.05 + models["policy"].counts.parameters * 2e-11,
         other=0.0,
         old=forward("policy"),
         reference=forward("reference"),

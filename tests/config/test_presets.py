@@ -36,7 +36,7 @@ from splitppo.config.rules import check
 from splitppo.config.toml import leaves
 from splitppo.engine import build as start
 from splitppo.errors import UserError
-from splitppo.models.footprint import GB, USABLE
+from splitppo.models.cost import GB, USABLE
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rewards.functions import check_rewards, find_function, read_result
 from splitppo.rewards.scorer import Scorer

@@ -25,9 +25,10 @@ from splitppo.config.cli import parse
 from splitppo.config.rules import check
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models.footprint import footprint
+from splitppo.models.cost import Cost
 from splitppo.models.lora import Adapter
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
+from splitppo.models.trainable import NotTrained, Trainable, Whole, cost_of, count
 from splitppo.placement import place
 from splitppo.run import checks, memory
 from splitppo.run import main as run_main
@@ -133,7 +134,16 @@ def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) ->
     placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
     kinds: Any = {"policy": "policy", "value": "value", "reference": "policy"}
     models = {
-        name: Model(kind, "m", "m", shape, True, packed=True) for name, kind in kinds.items()
+        name: Model(
+            kind,
+            "m",
+            "m",
+            shape,
+            random_init=True,
+            packed=True,
+            trainable=(NotTrained if name == "reference" else Whole)(kind),
+        )
+        for name, kind in kinds.items()
     } | models
     device, dtype = torch.device("cuda"), torch.bfloat16
     return Resolved(
@@ -173,7 +183,7 @@ def test_updates_with_adapters_need_what_was_measured():
         "--policy.lora.rank=32", "--value.lora.rank=32", gpus=2,
     )  # fmt: skip
     models = {
-        kind: replace(found.models[kind], adapter=Adapter(kind, LoraConfig(32)))
+        kind: replace(found.models[kind], trainable=Adapter(kind, LoraConfig(32)))
         for kind in ("policy", "value")
     }
     due = estimated(replace(found, models=models, engine="hf"))
@@ -306,7 +316,7 @@ def test_one_base_needs_less_and_stays_on_the_device():
     shape = Qwen2Config(hidden_size=2048, num_hidden_layers=8, intermediate_size=8192)
     kinds: Any = ("policy", "value")
     models = {
-        kind: Model(kind, "m", "m", shape, True, True, adapter=Adapter(kind, LoraConfig(8)))
+        kind: Model(kind, "m", "m", shape, True, True, trainable=Adapter(kind, LoraConfig(8)))
         for kind in kinds
     }
     needs = {}
@@ -316,7 +326,7 @@ def test_one_base_needs_less_and_stays_on_the_device():
         ways = dict(memory.ways(job))
         for flags in ("--value.share-base", "--policy.offload all"):
             assert (flags in ways) != bool(more)
-    base = models["value"].parameters * 2
+    base = models["value"].counts.parameters * 2
     assert needs[False] - needs[True] == pytest.approx(base, rel=0.01)
 
 
@@ -436,11 +446,15 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
         assert figures(tmp_path / "offloaded", role) == figures(tmp_path / "plain", role)
 
 
+def cost(shape: Any, trainable: Trainable) -> Cost:
+    return cost_of(shape, trainable, count(shape, trainable), torch.bfloat16, compiled=True)
+
+
 def test_a_model_with_its_own_attention_is_estimated_too():
     shape = FalconConfig(
         vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     )
-    found = footprint(shape, "policy", torch.bfloat16, compiled=True)
+    found = cost(shape, Whole("policy"))
     assert (found.layers, found.hidden, found.widest) == (2, 128, 512)
     assert 10 * found.hidden <= found.saved <= 40 * found.hidden
 
@@ -456,10 +470,7 @@ def test_compiled_layers_keep_as_much_with_adapters():
         num_key_value_heads=2,
     )
     adapter = Adapter("policy", LoraConfig(4))
-    whole, adapted = (
-        footprint(shape, "policy", torch.bfloat16, compiled=True, adapter=adapter_or_none)
-        for adapter_or_none in (None, adapter)
-    )
+    whole, adapted = (cost(shape, trainable) for trainable in (Whole("policy"), adapter))
     assert whole.saved == pytest.approx(adapted.saved, rel=0.03)
 
 

@@ -40,7 +40,7 @@ from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
 from splitppo.models.build import build
-from splitppo.models.footprint import USABLE
+from splitppo.models.cost import USABLE
 
 ALIGN = 512  # bytes; tensors in a bucket start at multiples of it
 BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
