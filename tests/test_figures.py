@@ -155,7 +155,8 @@ def make_learner(
     group: Group, aggregate: algo.Aggregate = "token_mean", steps: int = 10, **optim: Any
 ) -> Learner:
     settings = replace(OptimConfig(lr=0.1, max_grad_norm=0.0), **optim)
-    return Learner(Two(), Runner(group, CPU, 8), settings, steps=steps, aggregate=aggregate)
+    runner = Runner(group, CPU, 8)
+    return Learner(Two(), runner, settings, steps=steps, aggregate=aggregate, flops=12.0)
 
 
 def learn(
