@@ -245,7 +245,7 @@ def test_imbalance_and_padding_by_hand():
             [sample(0, 1, 0.0), sample(1, 3, 0.0)] if group.dp_rank == 0 else [sample(2, 1, 0.0)]
         )
         learner = make_learner(group)
-        plans, _ = learner._plan(rollout, [rollout.rows])
+        plans, _ = learner._plan(rollout, [list(range(len(rollout.rows)))])
         return learner._work_metrics(rollout, plans, 3)
 
     # 4 tokens, 3 epochs, 2 weights
