@@ -98,13 +98,9 @@ PROBE_SCHEMA: dict[str, Any] = {
 }
 
 
-def written_calls(render: Callable[..., str], *, instructed: bool = False) -> list[Written]:
-    """No call, one and two as a chat template writes them; [] if it does not show calls.
-
-    Args:
-        render: gives a dialogue's text; takes `add_generation_prompt`, raises UserError.
-        instructed: the template knows no calls; the policy writes them as `instructions` say.
-    """
+def written_calls(render: Callable[..., str]) -> list[Written]:
+    """No call, one and two as a chat template writes them; [] if it does not show calls. `render`
+    gives a dialogue's text; it takes `add_generation_prompt` and raises UserError."""
     prompt = render([ASKED])
     begun = prompt.rstrip()
     # the template may begin a thought that it does not show in a turn without one
@@ -112,7 +108,7 @@ def written_calls(render: Callable[..., str], *, instructed: bool = False) -> li
     written: list[Written] = []
     for calls in ([], _PROBES[:1], _PROBES):
         texts = []
-        for message in _messages(calls, instructed):
+        for message in _messages(calls):
             with suppress(UserError):
                 whole = render([ASKED, message], add_generation_prompt=False)
                 head = next(filter(whole.startswith, heads), "")
@@ -125,14 +121,12 @@ def written_calls(render: Callable[..., str], *, instructed: bool = False) -> li
     return written if len(written) > 1 else []
 
 
-def _messages(calls: Sequence[Call], instructed: bool) -> list[dict[str, Any]]:
+def _messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """The assistant's message with these calls, in each way in which a chat template may want it:
     arguments as an object or as JSON, ids of nine digits or with the name, an empty text or none.
     """
-    if instructed or not calls:
-        texts = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls)
-        content = "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)
-        return [{"role": "assistant", "content": content or "said"}]
+    if not calls:
+        return [{"role": "assistant", "content": "said"}]
     messages = []
     for write, name, content in itertools.product(
         (dict, json.dumps), ("{1:09d}", "functions.{0}:{1}"), ("", None)

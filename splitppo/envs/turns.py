@@ -69,11 +69,10 @@ class Turns:
                 "the chat template does not read tools: their schemas stand in the system message"
             )
         written = None
-        if not self.instructions:
-            written = written_calls(self._render) if tokenizer.chat_template else None
-        elif call_format in ("auto", "hermes"):
-            call_format = "hermes"
-            written = written_calls(self._render, instructed=True)
+        if tokenizer.chat_template and not self.instructions:
+            written = written_calls(self._render)
+        elif self.instructions and call_format == "auto":
+            call_format = "hermes"  # as the instructions have it
         self.spoken = call_reader(tokenizer, tools, call_format, written)
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn

@@ -62,12 +62,17 @@ def tried(folder: Path, model: str, *argv: str) -> str:
 def test_the_prompts_show_the_tools(folder: Path):
     bare = len("user: What is 1+2?<eos>\nassistant: ".replace("<eos>", "e"))
     assert f"max_prompt_tokens = {bare}\n" in tried(folder, "plain")
-    told = tried(folder, "reads", "--env.tools=calculator")
+    told = tried(folder, "reads", "--env.tools=calculator", "--env.call-format=hermes")
     assert f"max_prompt_tokens = {bare + len('calculator: a tool') + 1}\n" in told
     assert "max_context = 1024\n" in told
     assert "schemas stand" not in told
     told = tried(folder, "plain", "--env.tools=calculator")
     assert "the chat template does not read tools: their schemas stand in the system mess" in told
+
+
+def test_calls_that_the_template_does_not_show_need_a_format(folder: Path):
+    with pytest.raises(UserError, match=r"^env\.call_format=auto: the chat template reads tools"):
+        tried(folder, "reads", "--env.tools=calculator")
 
 
 def test_a_template_that_rewrites_is_refused_or_passed_over(folder: Path):
