@@ -89,9 +89,9 @@ class Learner:
         self.waited = 0
         self.host_state = HostState(self.optimizer, runner.device) if offload != "none" else None
         self.shards = HostShards(model, runner.device) if offload == "all" else Offloaded()
-        self.release_memory()
+        self.release_memory(changed=True)
 
-    def release_memory(self, *, changed: bool = True) -> None:
+    def release_memory(self, *, changed: bool = False) -> None:
         """Gives back the weights' memory on the device if they are offloaded. `changed` is as in
         `HostShards`."""
         self.shards.release(changed=changed)
@@ -134,7 +134,7 @@ class Learner:
         )
         loss.backward()
         self.optimizer.zero_grad()
-        self.release_memory(changed=False)
+        self.release_memory()
 
     def update(
         self,
@@ -176,7 +176,7 @@ class Learner:
                 sums.append(self._accumulate(rollout, plan, pieces, objective, total))
                 norms.append(self._optimizer_step())
         self.updates += 1
-        self.release_memory()
+        self.release_memory(changed=True)
         steps = [
             {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
             for norm in map(float, norms)
@@ -204,7 +204,7 @@ class Learner:
     def set_weight(self, name: str, value: Tensor) -> None:
         """Fills a weight, by Hugging Face name, with a number `[]`."""
         local(self.sharded()[name]).fill_(value)
-        self.release_memory()
+        self.release_memory(changed=True)
 
     def check_finite(self) -> None:
         """Raises a FloatingPointError on all ranks of the group, which must call it, if a weight is
@@ -231,7 +231,7 @@ class Learner:
                 named = {}
         yield from gather(self.model, named, dtype)
         yield from ((name, buffer.to(dtype)) for name, buffer in buffers_of(self.model).items())
-        self.release_memory(changed=False)
+        self.release_memory()
 
     def _plan(
         self, rollout: Rollout, mini_batches: MiniBatches
@@ -368,23 +368,3 @@ def learning_metrics(
         {name: figure[name] for name in ("loss", "grad_norm")} for figure in figures
     ]
     return metrics
-
-
-def start_at_mean(
-    learner: Learner, values: Tensor, rewards: Tensor, rollout: Rollout, config: Config
-) -> None:
-    """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and so
-    do the rows' values: with a rate that suits the body, to learn the mean takes many steps, in
-    which nothing else is learned. All ranks of the group call it. `rewards`, values: `[N]`."""
-    group = learner.runner.group
-    bounds = config.value.range
-    start = algo.bounded_values(torch.zeros(1), bounds)
-    if group.all_sum(torch.tensor([float((values != start).sum())])).any():
-        return  # the head was drawn, or read from a folder
-    to_go, _ = algo.gae(
-        rewards, torch.zeros_like(rewards), rollout.episode_lengths, gamma=config.ppo.gamma, lam=1.0
-    )
-    (moments,) = algo.all_moments(group.all_gather, [to_go])
-    bias = algo.bounded_logits(moments.mean.float(), bounds)
-    learner.set_weight("score.bias", bias)
-    values.fill_(algo.bounded_values(bias, bounds))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig, ValueConfig
 from splitppo.critic import Critic, ScoredRows
+from splitppo.critic.baselines import BoundedValues, Values
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.learner import Learner
@@ -33,14 +34,10 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Episode
 
 
 def make_critic(group: Group, config: Config) -> Critic:
-    value = SimpleNamespace(runner=SimpleNamespace(group=group))
-    return Critic(
-        cast(Any, SimpleNamespace(config=config, configs=(config,))),
-        group,
-        cast(Any, value),
-        cast(Any, None),
-        None,
-    )
+    value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+    context: Any = SimpleNamespace(config=config, configs=(config,))
+    kind = BoundedValues if config.value.range else Values
+    return Critic(context, group, kind(context, value), cast(Any, None), None)
 
 
 def advantages(

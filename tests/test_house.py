@@ -14,7 +14,7 @@ FLOORS = [
     {"train", "tools"},
     {"run"},
     {"generator", "policy", "critic", "validation"},
-    {"pretraining", "sampler"},
+    {"sampler"},
     {"learner", "engine", "rewards", "envs"},
     {"models"},
     {"channel", "workers"},

@@ -17,6 +17,7 @@ from splitppo import algo
 from splitppo.config.cli import parse
 from splitppo.context import Context
 from splitppo.critic import Critic, ScoredRows
+from splitppo.critic.baselines import Mean, Values
 from splitppo.errors import UserError
 from splitppo.generator import Generator
 from splitppo.job.collectives import Group
@@ -82,7 +83,7 @@ def advantages_rank(group: Group) -> list:
         ]
         context = context_of(*ppo, f"--reward.normalize={how}", "--ppo.lam-value=1.0")
         value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
-        critic = Critic(context, group, value, cast(Any, None), None)
+        critic = Critic(context, group, Values(context, value), cast(Any, None), None)
         for scores in SCORES:
             rollout, mine = rollout_of(rank), torch.tensor([scores[row] for row in HELD[rank]])
             extra = {"length": [10.0 * row for row in HELD[rank]]}
@@ -155,13 +156,13 @@ def test_what_the_critic_makes_of_scores_kl_and_values():
 def failing_rank(group: Group) -> list[str]:
     """`most` fails on three of the four rows in each step; `all` on all rows, but for one in step
     3. The run is resumed before step 6."""
-    rank, value = group.dp_rank, cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group)))
-    critic, said = Critic(context_of(), group, value, cast(Any, None), None), []
+    rank, mean = group.dp_rank, Mean(context_of(), group)
+    critic, said = Critic(mean.context, group, mean, cast(Any, None), None), []
     for step in range(1, 8):
         if step == 6:
             saved, critic = (
                 json.dumps(critic.state()),
-                Critic(critic.context, group, value, cast(Any, None), None),
+                Critic(critic.context, group, mean, cast(Any, None), None),
             )
             critic.load_state(json.loads(saved))
         failed = [
@@ -388,13 +389,13 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
-        value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+        mean = Mean(context_of(), group)
         adaptive, fixed = (
             ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"],
             ["--ppo.kl-coef=0.2", "--reward.timeout=9"],
         )
         before, after, other = (
-            Critic(context_of(*ppo), group, value, cast(Any, None), None)
+            Critic(context_of(*ppo), group, mean, cast(Any, None), None)
             for ppo in (adaptive, adaptive, fixed)
         )
         fresh = {"ended": False, "best": None, "stale": 0}
@@ -409,7 +410,7 @@ def test_the_critics_state_goes_through_json():
         other.load_state(state)
         assert other.kl.coef == 0.2  # it does not adapt: what is configured now
         elsewhere = Critic(
-            context_of("--reward.function=exact_match"), group, value, cast(Any, None), None
+            context_of("--reward.function=exact_match"), group, mean, cast(Any, None), None
         )
         elsewhere.load_state(state)  # what another reward scored says nothing of this one's scores
         assert (elsewhere.past_scores.count, other.past_scores.count) == (0, 4)

@@ -28,6 +28,7 @@ from splitppo.config import (
 )
 from splitppo.context import Context
 from splitppo.critic import Critic, ScoredRows
+from splitppo.critic.baselines import Mean, Values
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
 from splitppo.job.runtime import Runtime
@@ -204,14 +205,9 @@ def advantages_of(
     rollout = Rollout(samples)
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
-    value = SimpleNamespace(runner=SimpleNamespace(group=group))
-    critic = Critic(
-        cast(Any, SimpleNamespace(config=config, configs=(config,))),
-        group,
-        cast(Any, value),
-        cast(Any, None),
-        None,
-    )
+    value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+    context: Any = SimpleNamespace(config=config, configs=(config,))
+    critic = Critic(context, group, Values(context, value), cast(Any, None), None)
     padded = torch.zeros(rollout.tokens - 4)
     scored = ScoredRows(
         rollout, torch.cat([torch.tensor(VALUES), padded]), torch.tensor(scores), {}, []
@@ -232,7 +228,7 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
     ppo = PPOConfig(gamma=GAMMA, kl_coef=KL_COEF, kl_kind="k1", whiten=False, baseline=baseline)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=4, samples=2))
     context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
-    critic = Critic(context, group, None, cast(Any, None), None)
+    critic = Critic(context, group, Mean(context, group), cast(Any, None), None)
     scored = ScoredRows(
         rollout,
         torch.zeros(rollout.tokens),
@@ -253,7 +249,7 @@ def test_numbers_of_a_reward_hide_none_of_the_critics():
 
     def metrics_of(group: Group, names: list[str]) -> dict[str, Any]:
         learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group), forward=forward)
-        critic = Critic(context, group, learner, cast(Any, None), None)
+        critic = Critic(context, group, Values(context, learner), cast(Any, None), None)
         rows = [Scored(1.0 + row, dict.fromkeys(names, 7.0), ()) for row in rollout.rows]
         scored = critic.score(1, rollout, lambda: rows)
         return critic.advantages(1, scored, [old, old - 0.1]).metrics
@@ -307,13 +303,8 @@ def samples_of(group: Group) -> list[dict[str, Any]]:
     )
     prompt = Prompt("", [], "", "", {})
     context = Context(config, lambda row: prompt, (), lambda ids: "".join(f"{i} " for i in ids), 10)
-    critic = Critic(
-        context,
-        group,
-        cast(Any, SimpleNamespace(runner=SimpleNamespace(group=group))),
-        cast(Any, None),
-        None,
-    )
+    value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
+    critic = Critic(context, group, Values(context, value), cast(Any, None), None)
     rollout = Rollout(with_turns())
     scored = ScoredRows(
         rollout,
@@ -373,8 +364,9 @@ def of_rows(group: Group, rows: list[Episode], lam: Any) -> tuple[Tensor, Tensor
     rollout = Rollout(rows)
     values, old, ref = drawn(rollout.tokens)
     scored = ScoredRows(rollout, values, torch.arange(float(len(rows))), {}, [])
-    found = Critic(context, group, learner, cast(Any, None), None).advantages(1, scored, [old, ref])
-    return found.advantages, found.returns
+    critic = Critic(context, group, Values(context, learner), cast(Any, None), None)
+    estimate = critic.advantages(1, scored, [old, ref])
+    return estimate.advantages, estimate.returns
 
 
 @pytest.mark.parametrize("lam", [LAM, "adaptive"])
@@ -449,12 +441,12 @@ def rewarded(group: Group, reward: RewardConfig) -> list[list[float]]:
         rows.append(replace(made, segments=tuple(segments)))
     config = Config(env=EnvConfig(path="env.py:Env"), reward=reward)
     context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
-    critic = Critic(context, group, None, cast(Any, None), None)
+    critic = Critic(context, group, Mean(context, group), cast(Any, None), None)
     rollout = Rollout(rows)
     scored = ScoredRows(rollout, torch.zeros(rollout.tokens), torch.tensor([0.5, 1.0]), {}, [])
     found = critic.advantages(1, scored, [torch.zeros(8)])
     assert found.metrics["critic/score/max"] == 3.5
-    return [part.tolist() for part in rollout.split(found.figures["reward"])]
+    return [part.tolist() for part in rollout.split(found.columns["reward"])]
 
 
 def test_rewards_of_turns_stand_where_their_turn_ends():

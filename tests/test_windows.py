@@ -32,6 +32,7 @@ from transformers import AutoConfig
 from splitppo import algo
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
+from splitppo.critic.pretraining import Pretraining
 from splitppo.engine import Ask, Piece
 from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
@@ -39,7 +40,6 @@ from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
-from splitppo.pretraining import Pretraining
 from splitppo.rollout import Episode, Prompt, Rollout, tensor_of, unpack_rows
 from splitppo.run import memory
 from splitppo.run.build import build_sampler

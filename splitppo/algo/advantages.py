@@ -187,6 +187,11 @@ def gae(
     return advantages, advantages + values
 
 
+def rewards_to_go(rewards: Tensor, lengths: Sequence[int], *, gamma: float) -> Tensor:
+    """`[N]`: the discounted sum of a token's reward and those after it. `rewards`: `[N]`."""
+    return gae(rewards, torch.zeros_like(rewards), lengths, gamma=gamma, lam=1.0)[0]
+
+
 @torch.no_grad()
 def turn_baseline(
     returns: Tensor, turns: Tensor, lengths: Sequence[int], *, count: int,

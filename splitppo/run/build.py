@@ -12,6 +12,7 @@ from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
+from splitppo.critic.baselines import Baseline, BoundedValues, Mean, Values
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows
 from splitppo.engine.hf import HFEngine
@@ -190,18 +191,25 @@ class Builder:
         """Value model, reward functions, reward model, reference."""
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training, runner)
-        value = self._learner("value", runner) if self.config.has_value else None
+        baseline = self._baseline(runner)
         critic = Critic(
             self.context,
             runner.group,
-            value,
+            baseline,
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
-            pretrained=lambda: value and self._save_value(value),
+            pretrained=lambda: baseline.learner and self._save_value(baseline.learner),
         )
         self._warm_up(critic)
         return critic
+
+    def _baseline(self, runner: Runner) -> Baseline:
+        """Where advantages come from."""
+        if not self.config.has_value:
+            return Mean(self.context, runner.group)
+        kind = BoundedValues if self.config.value.range else Values
+        return kind(self.context, self._learner("value", runner))
 
     def links(self) -> Links:
         """This rank's end of the three channels."""

@@ -52,7 +52,7 @@ def load(
     UserError if the part is damaged, or of other models."""
     read_tensors(tensors_of(learner), part, process_group=group)
     if learner:
-        learner.release_memory()
+        learner.release_memory(changed=True)
         learner.updates = step_of(part.parent)
     read_file(
         part / "state.json",
@@ -92,7 +92,7 @@ class Saver:
                 name: offload.host_copy(tensor) for name, tensor in tensors.items()
             }
         if self.learner:
-            self.learner.release_memory(changed=False)
+            self.learner.release_memory()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Starts to write the part of a step, as soon as the previous part is written. `state`, the
@@ -113,7 +113,7 @@ class Saver:
             self.files = learner.trainable.gather_files(learner.model)
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
-            learner.release_memory(changed=False)
+            learner.release_memory()
         self.step = step
         self.may_commit = threading.Event()
         self.thread = threading.Thread(target=self._write, args=(json.dumps(state),), daemon=True)

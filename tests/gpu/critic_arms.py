@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import Tensor
 
-from splitppo.critic import Critic
+from splitppo.critic.baselines import Mean
 from splitppo.rollout import Rollout
 from splitppo.train import main
 
@@ -33,18 +33,18 @@ def means(scores: Tensor, classes: Tensor) -> Tensor:
     return (total / rows.clamp(min=1))[classes]
 
 
-def digits_baseline(critic: Critic, rollout: Rollout, returns: Tensor) -> Tensor:
+def digits_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor:
     """`[N]`: the mean return of the rows with the same data_source."""
-    sources = [critic.context.prompt(row).data_source for row in rollout.rows]
+    sources = [baseline.context.prompt(row).data_source for row in rollout.rows]
     names = sorted({*sources})
     lengths = torch.tensor(list(rollout.lengths))
     classes = torch.tensor([names.index(source) for source in sources])
     return means(returns[first_tokens(lengths)], classes).repeat_interleave(lengths)
 
 
-def deviation_baseline(critic: Critic, rollout: Rollout, returns: Tensor) -> Tensor:
+def deviation_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor:
     """`[N]`: what is to be subtracted from the returns so that GRPO's advantages are left."""
-    config = critic.context.config.rollout
+    config = baseline.context.config.rollout
     lengths = torch.tensor(list(rollout.lengths))
     prompts = torch.tensor(rollout.rows).long() % config.batch_size // config.samples
     scores = returns[first_tokens(lengths)].double()
@@ -59,5 +59,5 @@ BASELINES = {"digits": digits_baseline, "deviation": deviation_baseline}
 
 if __name__ == "__main__":
     if sys.argv[1] in BASELINES:
-        setattr(Critic, "_baseline", BASELINES[sys.argv[1]])  # noqa: B010
+        setattr(Mean, "means", BASELINES[sys.argv[1]])  # noqa: B010
     os._exit(main(sys.argv[2:]))

@@ -19,12 +19,21 @@ TURNS = 8  # with figures of their own
 
 
 def quality(
-    rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group, *, cut: bool
+    rollout: Rollout,
+    values: Tensor,
+    returns: Tensor,
+    rewards: Tensor,
+    gamma: float,
+    group: Group,
+    *,
+    cut: bool,
 ) -> dict[str, Any]:
-    """Metrics of the whole batch; all ranks of the group call it. `values`, `rewards`: `[N]`.
-    `cut`: unfinished rows count, too: the value model learns from them.
+    """Metrics of the whole batch; all ranks of the group call it. `values`, `returns` (the value
+    model's targets), `rewards`: `[N]`. `cut`: unfinished rows count, too: the value model learns
+    from them.
 
     Returns:
+        `critic/vf_explained_var`: 1 - var(return - value) / var(return) over all tokens.
         `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
         there; 0 where these rewards don't vary. Places: `first`, a row's first token; `token_K` for
         K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
@@ -34,7 +43,7 @@ def quality(
         value, mean reward-to-go (`score`).
     """
     lengths = rollout.episode_lengths
-    targets, _ = algo.gae(rewards, torch.zeros_like(rewards), lengths, gamma=gamma, lam=1.0)
+    targets = algo.rewards_to_go(rewards, lengths, gamma=gamma)
     sizes = torch.tensor(lengths, dtype=torch.int64)
     rows = torch.tensor([cut or not e.is_unfinished for e in rollout.episodes], dtype=torch.bool)
     # an update will say what is wrong with values that are not finite
@@ -49,8 +58,13 @@ def quality(
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
     figures = [x[counted & at] for at in masks.values() for x in (targets, errors)]
-    whole = algo.all_moments(group.all_gather, figures)
+    of_returns, of_errors, *whole = algo.all_moments(
+        group.all_gather, [returns, returns - values, *figures]
+    )
     metrics: dict[str, Any] = {
+        "critic/vf_explained_var": algo.explained_variance(of_returns, of_errors)
+    }
+    metrics |= {
         f"critic/explained/{place}": algo.explained_variance(target, error)
         for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
     }
@@ -60,10 +74,7 @@ def quality(
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:
     """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
-    own = [float(values.min()), float(values.max())] if len(values) else []
-    ends = [end for part in group.all_gather(own) for end in part]
-    low = min(ends, default=0.0)
-    high = max(ends, default=0.0)
+    low, high = extremes(values, group)
     place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)
     sums = torch.zeros(3, BINS, dtype=torch.float64)
     for line, x in zip(sums, (torch.ones_like(values), values, targets), strict=True):
@@ -74,15 +85,22 @@ def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str
     ]
 
 
+def extremes(x: Tensor, group: Group) -> tuple[float, float]:
+    """The smallest and the largest number of all ranks' parts `[N]`; 0 if there is none."""
+    ends = [float(x.min()), float(x.max())] if len(x) else []
+    every = [end for part in group.all_gather(ends) for end in part]
+    return min(every, default=0.0), max(every, default=0.0)
+
+
 def summaries(figures: dict[str, Tensor], group: Group) -> dict[str, float]:
     """Mean, minimum and maximum over the whole batch of figures that each rank has for its
     rows."""
-    own = {
+    parts = {
         name: [float(len(x)), *map(float, (algo.moments(x).mean, x.min(), x.max()))]
         for name, x in figures.items()
         if len(x)
     }
-    gathered = group.all_gather(own)
+    gathered = group.all_gather(parts)
     metrics = {}
     for name in dict.fromkeys(name for part in gathered for name in part):
         counts, means, lows, highs = torch.tensor(

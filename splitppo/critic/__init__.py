@@ -1,0 +1,292 @@
+"""What a rank of the critic group holds, and its verbs in the loops of train.py."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitppo import algo
+from splitppo.context import Context
+from splitppo.critic.baselines import Baseline, Estimate
+from splitppo.critic.calibration import summaries
+from splitppo.critic.pretraining import Pretraining
+from splitppo.job.collectives import Group
+from splitppo.models.batching import dummy_rollout
+from splitppo.models.runner import Reference
+from splitppo.placement import StepPlan
+from splitppo.rewards.model import RewardModel
+from splitppo.rewards.samples import record, token_figures
+from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
+from splitppo.rewards.shaping import AdaptiveKL, shape_scores, spread_of
+from splitppo.rollout import Rollout, digest, pack
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """What is known of rows before their log-probs.
+
+    Attributes:
+        values: `[N]`, 0 without a value model.
+        scores: `[B]`, raw.
+        extra: further figures by name, `[B]` each; those of reward functions begin with `reward/`.
+        failures: (row, failure of its reward).
+        refs: the reference's log-probs `[N]`, if the critic group holds it; else empty.
+    """
+
+    rollout: Rollout
+    values: Tensor
+    scores: Tensor
+    extra: dict[str, list[float]]
+    failures: list[tuple[int, Failure]]
+    refs: Sequence[Tensor] = ()
+
+    @property
+    def totals(self) -> Tensor:
+        """`[B]`: the scores with the rewards of the turns."""
+        return self.scores + self.rollout.sums(self.rollout.turn_rewards())
+
+
+class Critic:
+    """A rank of the critic group: baseline (a value model, if the run has one) and reward. It owns
+    scores, values, KL rewards, advantages, whitening. `pretrained` is called after the last step of
+    pretraining, on all ranks of the group."""
+
+    def __init__(
+        self,
+        context: Context,
+        group: Group,
+        baseline: Baseline,
+        scorer: Scorer,
+        reward_model: RewardModel | None,
+        reference: Reference | None = None,
+        pretrained: Callable[[], object] = lambda: None,
+    ):
+        self.context = context
+        self.baseline = baseline
+        self.learner = baseline.learner
+        self.scorer = scorer
+        self.decoder = ThreadPoolExecutor(1, "decode")
+        self.pretraining = Pretraining(context.config, pretrained)
+        self.reward_model = reward_model
+        self.reference = reference
+        self.group = group
+        ppo = context.config.ppo
+        self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        # what gave the scores, as this version says it and as earlier ones did
+        scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
+        self.scored_by = [digest(*scored_by(config.reward)) for config in context.configs]
+        self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
+        # reward function -> rows of each step, to the last, of which none got a score
+        self.failing: dict[str, list[int]] = {}
+
+    def warm_up(self) -> None:
+        """Compiles what the first step would, while the actor group's engine is being built."""
+        self.baseline.warm_up()
+        if self.reference:
+            self.reference.logprobs(dummy_rollout())
+            self.reference.release_memory()
+
+    def submit(self, step: int, rollout: Rollout) -> Pending:
+        """Starts a thread that decodes some rows of a step and starts the reward functions on them.
+        They run while the value model does."""
+
+        def start() -> Pending:
+            prompts = map(self.context.prompt, rollout.rows)
+            parts = zip(prompts, rollout.episodes, strict=True)
+            return self.scorer.submit([to_score(self.context, *part) for part in parts])
+
+        started = self.decoder.submit(start)
+        return lambda: started.result()()
+
+    def score(self, step: int, rollout: Rollout, pending: Pending) -> ScoredRows:
+        """Values and reward scores of some rows of a step; all ranks of the group take part.
+        `pending`: what `submit` returned for them."""
+        values = self.baseline.values(rollout)
+        refs = [self.reference.logprobs(rollout)] if self.reference else []
+        scores = torch.zeros(len(rollout.rows))
+        extra: dict[str, list[float]] = {}
+        failures: list[tuple[int, Failure]] = []
+        if self.reward_model:
+            prompts = [self.context.prompt(row) for row in rollout.rows]
+            scores, extra, failures = self.reward_model.weighted(
+                prompts, rollout.episodes, self.context.config.reward
+            )
+        results = self.group.of_first(pending)
+        for row, result in zip(rollout.rows, results, strict=True):
+            for name, figure in result.figures.items():
+                extra.setdefault(f"reward/{name}", []).append(figure)
+            failures += [(row, failure) for failure in result.failures]
+        scores = scores + torch.tensor([result.score for result in results])
+        return ScoredRows(rollout, values, scores, extra, failures, refs)
+
+    def release_models(self) -> None:
+        """No more rows in this step: models with `offload` go to host memory until their next
+        turn."""
+        for model in filter(None, (self.reward_model, self.reference, self.learner)):
+            model.release_memory()
+
+    def advantages(self, step: int, scored: ScoredRows, logprobs: Sequence[Tensor]) -> Estimate:
+        """KL rewards, the baseline's advantages and whitening of a step's rows.
+
+        Args:
+            logprobs: the old ones `[N]`, and the reference's if the actor group holds it. Without a
+                reference, the KL is 0.
+        """
+        rollout = scored.rollout
+        old, *refs = [*logprobs, *scored.refs]
+        kl = algo.kl_estimate(old, refs[0] if refs else old, self.context.config.ppo.kl_kind)
+        sums = torch.tensor([float(kl.sum()), float(len(rollout.rows)), float(rollout.tokens)])
+        kl_sum, rows, tokens = self.group.all_sum(sums).tolist()
+        metrics: dict[str, Any] = {"critic/kl_coef": self.kl.coef}
+        if not rows:  # none has ended in this step
+            return Estimate(torch.zeros(0), torch.zeros(0), metrics)
+        metrics |= {"critic/kl_row": kl_sum / rows}
+        metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
+        first = not self.past_scores.count
+        rewards = self._rewards(scored, kl)
+        waits = self.pretraining.policy_waits(step)
+        if not waits:
+            self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
+        estimate = self.baseline.estimate(
+            rollout, rewards, scored.values, first=first, pretraining=self.pretraining.runs(step)
+        )
+        metrics |= self._count_failures(step, scored)
+        metrics |= self._summaries(scored, rewards, estimate) | estimate.metrics
+        (moments,) = algo.all_moments(self.group.all_gather, [estimate.advantages])
+        white = algo.whiten(estimate.advantages, moments)
+        return replace(
+            estimate,
+            advantages=white if self.context.config.ppo.whiten else estimate.advantages,
+            metrics=metrics,
+            columns={"advantage": estimate.advantages, "reward": rewards, **estimate.columns},
+            waits=waits,
+        )
+
+    def _rewards(self, scored: ScoredRows, kl: Tensor) -> Tensor:
+        """`[N]`: the rewards of turns, each at its turn's last token; at the row's last token what
+        is left of the row's whole score; less the KL penalty. The whole score is normalised and
+        clipped, less penalties."""
+        config = self.context.config
+        rollout = scored.rollout
+        # Failed rows have no real score: leave them out of the moments.
+        failed = {row for row, _ in scored.failures}
+        failed |= {episode.row for episode in rollout.episodes if episode.end == "failed"}
+        counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
+        (batch,) = algo.all_moments(self.group.all_gather, [scored.totals[counted]])
+        self.past_scores = algo.merge_moments([self.past_scores, batch])
+        moments = batch if config.reward.normalize == "batch" else self.past_scores
+        shaped = shape_scores(
+            scored.totals,
+            rollout.episode_lengths,
+            [episode.truncated for episode in rollout.episodes],
+            moments,
+            config.reward,
+            max_new_tokens=config.rollout.max_new_tokens,
+            centered=not config.has_env,
+        )
+        scale = 1.0 if config.reward.normalize == "off" else float(spread_of(moments))
+        turns = rollout.turn_rewards() / scale
+        last = shaped - rollout.sums(turns)
+        return turns + algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl.coef)
+
+    def _count_failures(self, step: int, scored: ScoredRows) -> dict[str, float]:
+        """Metrics of the rewards that failed (`count_failures`)."""
+        never = step == self.context.config.steps and not self.past_scores.count
+        rows = len(scored.rollout.rows)
+        self.failing, metrics = count_failures(
+            self.group, self.failing, rows, scored.failures, never=never
+        )
+        return metrics
+
+    def _summaries(
+        self, scored: ScoredRows, rewards: Tensor, estimate: Estimate
+    ) -> dict[str, float]:
+        """Mean, minimum and maximum of what the rewards said and the baseline estimated."""
+        rollout = scored.rollout
+        figures = {name: torch.tensor(of_rows) for name, of_rows in scored.extra.items()} | {
+            "score": scored.totals,
+            "rewards": rollout.sums(rewards),
+            "advantages": estimate.advantages,
+            "returns": estimate.returns,
+        }
+        for name, column in estimate.columns.items():
+            figures[f"{name}s"] = column
+            if self.context.config.has_env:
+                figures[f"turn_{name}s"] = column[rollout.turn_starts()]
+        return summaries({f"critic/{name}": x for name, x in figures.items()}, self.group)
+
+    def close(self) -> None:
+        """Ends the rewards' processes."""
+        self.decoder.shutdown()
+        self.scorer.close()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the learner."""
+        return {
+            "kl_coef": self.kl.coef,
+            "scores": [float(part) for part in vars(self.past_scores).values()],
+            "scored_by": self.scored_by[0],
+            "failing": self.failing,
+            "pretraining": self.pretraining.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` returned; a KL coefficient that does not adapt is the
+        configuration's, and moments of another reward's scores are left out."""
+        if self.kl.target is not None:
+            self.kl.coef = state["kl_coef"]
+        if state.get("scored_by", self.scored_by[0]) in self.scored_by:
+            self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
+        self.failing = state.get("failing", {})  # of older checkpoints: none
+        self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
+
+    def update(self, plan: StepPlan, scored: ScoredRows, estimate: Estimate) -> dict[str, Any]:
+        """The value model's update, if the run has one; returns its metrics."""
+        metrics = self.baseline.update(
+            plan,
+            scored.rollout,
+            scored.values,
+            estimate.returns,
+            pretraining=self.pretraining.runs(plan.step),
+        )
+        self.pretraining.finish(plan.step, estimate.metrics.get("critic/vf_explained_var"))
+        return metrics
+
+    def samples(self, step: int, scored: ScoredRows, estimate: Estimate) -> list[dict[str, Any]]:
+        """This rank's first rows, as they are written to the run's folder. `Run.write_samples`
+        calls it in a thread."""
+        context = self.context
+        episodes = scored.rollout.episodes
+        tokens = token_figures(scored.rollout, estimate.columns, context.decode)
+        rows = zip(episodes, scored.totals.tolist(), tokens, strict=True)
+        return [
+            record(context, step, context.prompt(episode.row), episode, score, figures)
+            for episode, score, figures in islice(rows, context.config.log.samples)
+        ]
+
+
+def join(parts: Sequence[ScoredRows]) -> ScoredRows:
+    """The chunks of a step as one."""
+    rollout = Rollout(episode for part in parts for episode in part.rollout.episodes)
+    places = rollout.places(row for part in parts for row in part.rollout.rows)
+
+    def packed(tensors: Sequence[Tensor]) -> Tensor:
+        pieces = [
+            piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)
+        ]
+        return pack(pieces, places)
+
+    scores = torch.cat([part.scores for part in parts])[torch.tensor(places).long().argsort()]
+    extra = {
+        name: [figure for part in parts for figure in part.extra.get(name, [])]
+        for name in dict.fromkeys(name for part in parts for name in part.extra)
+    }
+    failures = [failure for part in parts for failure in part.failures]
+    values = packed([part.values for part in parts])
+    refs = [packed(tensors) for tensors in zip(*(part.refs for part in parts), strict=True)]
+    return ScoredRows(rollout, values, scores, extra, failures, refs)

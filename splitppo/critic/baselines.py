@@ -1,0 +1,231 @@
+"""Where advantages come from (`ppo.baseline`): a value model by GAE, or a mean over rows."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from splitppo import algo
+from splitppo.context import Context
+from splitppo.critic.calibration import extremes, quality
+from splitppo.job.collectives import Group
+from splitppo.learner import Learner, learning_metrics, trainable_rows
+from splitppo.models.batching import Fields, MicroBatch
+from splitppo.models.heads import head_outputs, value_outputs
+from splitppo.placement import StepPlan, Streams
+from splitppo.rewards.shaping import check_range
+from splitppo.rollout import Rollout
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages of a step's rows.
+
+    Attributes:
+        advantages: `[N]`; of `Critic.advantages` whitened over the whole batch, of a baseline not.
+        returns: `[N]`, rewards-to-go or the value model's targets.
+        metrics: of the whole batch.
+        columns: `[N]` by name, for figures and RUN/samples.
+        waits: whether the policy is not updated in this step. False in a step without rows,
+            which needs no advantages.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    waits: bool = False
+
+
+class Baseline:
+    """What a critic rank estimates advantages by. This is all that a baseline without a model does
+    beside `estimate`."""
+
+    learner: Learner | None = None
+
+    def __init__(self, context: Context, group: Group):
+        self.context = context
+        self.config = context.config
+        self.group = group
+
+    def warm_up(self) -> None:
+        """Compiles what the first step would."""
+
+    def values(self, rollout: Rollout) -> Tensor:
+        """`[N]`: values of the states in which the response tokens were chosen, 0 without a value
+        model. All ranks of the group call it."""
+        return torch.zeros(rollout.tokens)
+
+    def estimate(
+        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+    ) -> Estimate:
+        """Advantages and returns; all ranks of the group call it.
+
+        Args:
+            rewards: `[N]`.
+            values: `[N]`, of `values`; of the first rows they may be changed.
+            first: whether no row had a score before these.
+            pretraining: whether the value model alone is trained (`Pretraining.runs`).
+        """
+        raise NotImplementedError
+
+    def update(
+        self,
+        plan: StepPlan,
+        rollout: Rollout,
+        values: Tensor,
+        returns: Tensor,
+        *,
+        pretraining: bool,
+    ) -> dict[str, Any]:
+        """The value model's update; returns its metrics. `values`, `returns`: `[N]`."""
+        return {"optimizer_steps": []}
+
+
+class Mean(Baseline):
+    """Rewards-to-go, less their mean over the batch's rows, or over the other rows of the
+    prompt."""
+
+    def estimate(
+        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+    ) -> Estimate:
+        returns = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=self.config.ppo.gamma)
+        return Estimate(returns - self.means(rollout, returns).to(returns.dtype), returns)
+
+    def means(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        """`[N]` float64: what is subtracted from the returns `[N]`."""
+        turns = rollout.turns()
+        samples = self.config.rollout.samples
+        (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
+        # without a window, a step's rows are those of its slots
+        streams = Streams(self.config.rollout.batch_size, samples)
+        prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows]).long()
+        return algo.turn_baseline(
+            returns,
+            turns,
+            rollout.episode_lengths,
+            count=count,
+            all_sum=self.group.all_sum,
+            prompts=prompts if self.config.ppo.baseline == "group" else None,
+            shape=(self.config.rollout.batch_size // samples, samples),
+        )
+
+
+class Values(Baseline):
+    """A value model. Advantages are GAE's; it learns the returns by PPO's value loss."""
+
+    def __init__(self, context: Context, learner: Learner):
+        super().__init__(context, learner.runner.group)
+        self.learner: Learner = learner
+
+    def warm_up(self) -> None:
+        self.learner.warm_up(
+            _outputs, self._objective, fields=1, columns=lambda _, zeros: _columns(zeros, zeros)
+        )
+
+    def values(self, rollout: Rollout) -> Tensor:
+        return self.learner.forward(rollout, _outputs, fields=1)[0]
+
+    def estimate(
+        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+    ) -> Estimate:
+        ppo = self.config.ppo
+        lengths = rollout.episode_lengths
+        if first:
+            self._start_at_mean(rollout, rewards, values)
+        lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
+        lam_value = lam if ppo.lam_value is None else ppo.lam_value
+        if pretraining:
+            lam_value = 1.0
+        gae = partial(algo.gae, rewards, values, lengths, gamma=ppo.gamma)
+        advantages, returns = gae(lam=lam_value)
+        same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
+        if not same:
+            advantages, _ = gae(lam=lam)
+        metrics = quality(
+            rollout, values, returns, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+        )
+        return Estimate(advantages, returns, metrics, {"value": values})
+
+    def update(
+        self,
+        plan: StepPlan,
+        rollout: Rollout,
+        values: Tensor,
+        returns: Tensor,
+        *,
+        pretraining: bool,
+    ) -> dict[str, Any]:
+        ppo = self.config.ppo
+        mini_batches = ppo.value_mini_batches or ppo.mini_batches
+        epochs = ppo.value_epochs or ppo.epochs
+        figures = self.learner.update(
+            rollout,
+            trainable_rows(self.config, plan, rollout, "critic", self.group.dp_rank, mini_batches),
+            _columns(values, returns),
+            self._objective,
+            step=plan.step,
+            epochs=self.config.value.pretrain_epochs if pretraining else epochs,
+        )
+        metrics = learning_metrics("critic", "vf_loss", figures, ["vf_clipfrac", "vpred_mean"])
+        return metrics | {"critic/lr": self.learner.learning_rate(plan.step)}
+
+    def _start_at_mean(self, rollout: Rollout, rewards: Tensor, values: Tensor) -> None:
+        """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and
+        so do the rows' values: with a rate that suits the body, to learn the mean takes many steps,
+        in which nothing else is learned."""
+        bounds = self.config.value.range
+        start = algo.bounded_values(torch.zeros(1), bounds)
+        if self.group.all_sum(torch.tensor([float((values != start).sum())])).any():
+            return  # the head was drawn, or read from a folder
+        to_go = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=self.config.ppo.gamma)
+        (moments,) = algo.all_moments(self.group.all_gather, [to_go])
+        bias = algo.bounded_logits(moments.mean.float(), bounds)
+        self.learner.set_weight("score.bias", bias)
+        values.fill_(algo.bounded_values(bias, bounds))
+
+    def _objective(
+        self, model: nn.Module, batch: MicroBatch, columns: Fields
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return algo.value_loss(
+            value_outputs(model, batch),
+            columns["old"],
+            columns["returns"],
+            batch.lengths,
+            clip=self.config.ppo.value_clip,
+            aggregate=self.config.ppo.aggregate,
+        )
+
+
+class BoundedValues(Values):
+    """A value model whose values lie in `value.range`; it learns the returns by cross-entropy."""
+
+    def estimate(self, *args: Any, **flags: Any) -> Estimate:
+        """Raises UserError if returns lie outside the range."""
+        estimate = super().estimate(*args, **flags)
+        check_range(*extremes(estimate.returns, self.group), *cast(Bounds, self.config.value.range))
+        return estimate
+
+    def _objective(
+        self, model: nn.Module, batch: MicroBatch, columns: Fields
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return algo.bounded_value_loss(
+            head_outputs(model, batch),
+            columns["returns"],
+            batch.lengths,
+            bounds=cast(Bounds, self.config.value.range),
+            aggregate=self.config.ppo.aggregate,
+        )
+
+
+def _columns(values: Tensor, returns: Tensor) -> Fields:
+    """What `_objective` reads of each token, `[N]` by name."""
+    return {"old": values, "returns": returns}
+
+
+def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+    return [value_outputs(model, batch)]
