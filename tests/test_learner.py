@@ -106,9 +106,15 @@ def make_learner(
     parallelize(model, runtime.groups["actor"].mesh, dtype=dtype, activation_checkpointing=False)
     fill(model, str(folder), device=CPU, head="normal", seed=9)
     runner = Runner(runtime.groups["actor"], CPU, 40)
-    return Learner(
-        model, runner, OptimConfig(lr=1e-2, eps=1e-3), steps=4, aggregate="token_mean"
-    ), runtime
+    learner = Learner(
+        model,
+        runner,
+        OptimConfig(lr=1e-2, eps=1e-3),
+        steps=4,
+        aggregate="token_mean",
+        flops=6.0 * sum(weight.numel() for weight in model.parameters()),
+    )
+    return learner, runtime
 
 
 def mine(world, rank):
@@ -243,7 +249,8 @@ def by_value_rank(rank, folder):
         lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, schedule="linear", warmup_steps=2
     )
     runner = replace(learner.runner, budget=10**6)
-    learner = Learner(learner.model, runner, optim, steps=6, aggregate="seq_mean_token_mean")
+    how: Any = {"steps": 6, "aggregate": "seq_mean_token_mean", "flops": learner.flops}
+    learner = Learner(learner.model, runner, optim, **how)
     cast(Any, Runner).balance = lambda _, __, *given: given  # in this process alone
     rollout = Rollout(samples([row for rows in WORK[rank] for row in rows]))
     given = fields(rollout)
