@@ -42,6 +42,13 @@ def one_line(text: str) -> str:
     )
 
 
+def well_formed(text: str) -> str:
+    """`text` as a plain string, with U+FFFD for each half of a character (lone surrogate), which no
+    tokenizer and no file takes."""
+    # by str's own method: a user's class may have another
+    return str.encode(text, "utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def check_text(words: Sequence[str]) -> None:
     """Refuses what no file's name, tokenizer or JSON can hold: NUL, and bytes that are not UTF-8
     (lone surrogates)."""

@@ -12,13 +12,12 @@ again there. It runs in a worker process, so this package imports neither torch 
 player.py and turns.py alone belong to the rank, which has the tokenizer.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitppo.errors import one_line
-from splitppo.workers import name_numbers
+from splitppo.errors import one_line, well_formed
+from splitppo.workers import FLOAT32_MAX, name_numbers
 
 ROLES = ("tool", "user", "system")  # in which an environment answers
 NO_ID = "0" * 9  # of a call; some templates refuse other ids than nine letters or digits
@@ -79,17 +78,23 @@ class Turn:
 
 def read_messages(messages: Any) -> list[Message]:
     """The messages that an environment returned, each a `Message` or a dict of its fields; None:
-    none. Raises TypeError if they are no messages."""
+    none. Half characters become U+FFFD. Raises TypeError if they are no messages."""
     given = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
     found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
     for m in found:
         if not (isinstance(m, Message) and isinstance(m.content, str) and m.role in ROLES):
             raise TypeError(
-                f"{one_line(repr(m))[:120]} is no message of an environment; return a list of "
+                f"{one_line(repr(m)[:120])} is no message of an environment; return a list of "
                 f"splitppo.envs.Message with role user, tool or system and a text"
             )
     # as plain values: the trainer can't read those of the user's classes
-    return [Message(m.role, str(m.content), (), str(m.name), str(m.tool_call_id)) for m in found]
+    return [
+        Message(
+            well_formed(m.role), well_formed(m.content), (), well_formed(str(m.name)),
+            well_formed(str(m.tool_call_id)),
+        )
+        for m in found
+    ]  # fmt: skip
 
 
 def read_turn(result: Any) -> Turn:
@@ -97,13 +102,15 @@ def read_turn(result: Any) -> Turn:
     Raises TypeError or ValueError."""
     if not isinstance(result, Turn):
         raise TypeError(
-            f"step returned {one_line(repr(result))[:120]}; return splitppo.envs.Turn(...)"
+            f"step returned {one_line(repr(result)[:120])}; return splitppo.envs.Turn(...)"
         )
     reward = float(result.reward)
     metrics = {name: float(number) for name, number in name_numbers(result.metrics).items()}
     for name, number in [("reward", reward), *metrics.items()]:
-        if not math.isfinite(number):
-            raise ValueError(f"step returned {name}={number}; return a finite number")
+        if not abs(number) <= FLOAT32_MAX:  # NaN is no number
+            raise ValueError(
+                f"step returned {one_line(name[:80])}={number}; return a finite number of float32"
+            )
     return Turn(
         read_messages(result.messages), reward, bool(result.done), bool(result.truncated), metrics
     )

@@ -18,9 +18,9 @@ from splitppo.envs import Message, Turn
 from splitppo.envs.pool import EnvPool
 from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
-from splitppo.errors import UserError
+from splitppo.errors import UserError, one_line
 from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
-from splitppo.workers import FAILING_STEPS, Failure, say_failures
+from splitppo.workers import FAILING_STEPS, FLOAT32_MAX, Failure, describe, say_failures
 
 
 def turns_of(config: Config, tokenizer: Any) -> Turns | None:
@@ -129,7 +129,7 @@ class Player:
         before = [*row.prompt]
         for number, (said, heard) in enumerate(ended):
             if number == len(one.said):
-                one.said.append(self.turns.spoken(before, said))
+                one.said.append(self._spoken(one, before, said))
             before += [*said, *heard]
         if not one.broken:
             started = time.monotonic()
@@ -201,20 +201,47 @@ class Player:
         }
 
     def _reply(self, row: Episode) -> Reply:
+        """What the row's environment says. What can't be read, rendered or tokenised fails the
+        row."""
         one = self._rows[row.row]
         heard = one.broken or one.answer.result()
+        if not isinstance(heard, Failure):
+            try:
+                heard = self._read(row, heard, again=len(heard) > len(one.said))
+            except Exception as error:  # of the template or the tokenizer, by whatever text
+                heard = self._invalid(error)
+        if isinstance(heard, Reply):
+            return heard
+        if row.awaits:
+            self.failures.append((row.row, heard))
+            return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
+        one.broken = heard
+        return Reply(row.row, row.prompt)
+
+    def _read(self, row: Episode, heard: list[Any], *, again: bool) -> Reply | Failure:
+        """The reply in what an environment said: to the row's last turn; to all, `again`, if it was
+        made here."""
         ids = row.prompt
-        if not isinstance(heard, Failure) and len(heard) > len(one.said):  # it was made here
+        if again:
             messages, *turns = heard
             ids = array(IDS, self.turns.prompt(messages)) if messages else row.prompt
             if wrong := self._wrong(row, ids, turns):
-                heard = Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
-        if row.awaits:
-            return self._answer(row, heard)
-        if isinstance(heard, Failure):
-            one.broken = heard
-            ids = row.prompt
-        return Reply(row.row, ids)
+                return Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
+        return self._answer(row, heard[-1]) if row.awaits else Reply(row.row, ids)
+
+    def _spoken(self, one: _Row, before: Sequence[int], said: Sequence[int]) -> Message:
+        """What the policy said in a turn; without a word if that can't be read."""
+        try:
+            return self.turns.spoken(before, said)
+        except Exception as error:
+            one.broken = self._invalid(error)
+            one.answer = Future()  # the environment does not hear this
+            one.answer.set_result(one.broken)
+            return Message("assistant", "")
+
+    def _invalid(self, error: Exception) -> Failure:
+        text = str(error) if isinstance(error, UserError) else describe(error)
+        return Failure(self.pool.name, "invalid", one_line(text)[:400])
 
     def _wrong(self, row: Episode, ids: array, turns: Sequence[Turn]) -> str:
         """Why a row can't go on from a prompt and the answers to its turns; "": it can."""
@@ -228,19 +255,17 @@ class Player:
                 return again.format(f"answered turn {number + 1} otherwise")
         return ""
 
-    def _answer(self, row: Episode, heard: list[Any] | Failure) -> Reply:
+    def _answer(self, row: Episode, turn: Turn) -> Reply:
         """The reply to the row's last turn."""
-        if isinstance(heard, Failure):
-            self.failures.append((row.row, heard))
-            return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
-        turn: Turn = heard[-1]
-        figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
-        self._figures.append({"turns": 1, **figures})
         full = turn.truncated or len(row.turns) == self._config.env.max_turns
         end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:
             end = "environment"
+        if abs(total := sum(row.rewards) + turn.reward) > FLOAT32_MAX:
+            raise ValueError(f"the row's rewards sum up to {total}, which float32 does not hold")
         ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
+        figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
+        self._figures.append({"turns": 1, **figures})
         # the reward as a message holds it
         return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
 

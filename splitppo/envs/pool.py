@@ -97,11 +97,11 @@ class EnvPool(Pool):
         return self._run(self._play(self._held[key], calls))
 
     def end(self, key: int) -> None:
-        """Has the environment closed, and does not wait. For each key once, also after a failure,
-        when nothing of the row is under way. An error costs nothing here."""
-        worker = self._held.pop(key)
-        worker.rows -= 1
-        self._run(worker.call("close", key))
+        """Has the environment closed, if it has begun, and does not wait. For each key once, also
+        after a failure, when nothing of the row is under way. An error costs nothing here."""
+        if worker := self._held.pop(key, None):
+            worker.rows -= 1
+            self._run(worker.call("close", key))
 
     async def _play(self, held: Worker, calls: Sequence[tuple[Any, ...]]) -> list[Any] | Failure:
         async def ask(worker: Worker) -> list[Any] | Failure:

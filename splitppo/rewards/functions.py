@@ -17,9 +17,8 @@ from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
-from splitppo.workers import Failure, Handler, find_in_file, name_numbers
+from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, name_numbers
 
-FLOAT32_MAX = 3.4028234663852886e38
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
 # and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
 # more numbers, or an awaitable of either.
@@ -155,7 +154,7 @@ def read_result(result: Any) -> Outcome:
         return Failure(
             "",
             "invalid",
-            f"returned {one_line(repr(result))[:120]}: {reason}; "
+            f"returned {one_line(repr(result)[:120])}: {reason}; "
             "return float(...), or a dict of numbers with the key 'score'",
         )
     return numbers.pop("score"), numbers

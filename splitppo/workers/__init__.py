@@ -25,6 +25,7 @@ Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
 
 # how the names of modules begin that are imported from a user's file
 IMPORTED = "splitppo_reward_"
+FLOAT32_MAX = 3.4028234663852886e38  # the largest number that a user's function may return
 FAILING_STEPS = 3  # the run ends when in so many steps in a row nothing has given a result
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from splitppo.errors import UserError
 from splitppo.job.child import clean_environment
-from splitppo.workers import Failure, Work
+from splitppo.workers import Failure, Work, describe
 
 _GRACE = 2.0  # seconds that the workers have to exit by themselves when the pool closes
 _CANCEL = 1.0  # seconds that an async function has to end after it was cancelled at the time limit
@@ -95,6 +95,9 @@ class Worker:
             self.connection.send((key, *message))
         except OSError:
             self.process.send_signal(signal.SIGHUP)
+        except Exception as error:  # what is nested too deep can't be pickled; nothing was sent
+            del self.answers[key]
+            return Failure("", "invalid", describe(error))
         await asyncio.wait([answer], timeout=limit)
         if answer.done():
             return answer.result()
