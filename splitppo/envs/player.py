@@ -102,7 +102,8 @@ class Player:
 
     One that fails at its beginning fails at the end of the row's first turn: a row without a token
     can't be trained on. An environment that was made again, since its row goes on here or its
-    worker has ended, hears the row's turns again; it fails if it answers them otherwise.
+    worker has ended, hears the row's turns again; it fails if it answers them otherwise. Tools hear
+    the last turn alone.
 
     Attributes:
         pool: has the environments; perhaps also those of another player.
@@ -123,6 +124,8 @@ class Player:
         """Has the row's environment hear the turns that have ended, unless it has; it begins if it
         is not here. Returns whether the row waits for a reply."""
         ended = row.turns if row.awaits else row.turns[:-1]
+        if row.segments and not (row.awaits or self._config.env.path):
+            return False  # tools have no state: the row's record is all that it needs
         if row.row in self._rows and len(self._rows[row.row].said) == len(ended):
             return row.awaits
         one = self._rows.setdefault(row.row, _Row())
@@ -150,8 +153,8 @@ class Player:
 
     def end(self, row: int) -> None:
         """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
-        one = self._rows.pop(row)
-        one.answer.add_done_callback(lambda _: self.pool.end(one.key))
+        if one := self._rows.pop(row, None):
+            one.answer.add_done_callback(lambda _: self.pool.end(one.key))
 
     def keep(self, rows: Set[int]) -> None:
         """A step begins with these rows: ends the environments of all others."""

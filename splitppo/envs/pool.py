@@ -13,12 +13,13 @@ from typing import Any
 from splitppo.config import EnvConfig
 from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
-from splitppo.envs.tools import ToolEnv, load_tools, tool_schemas
+from splitppo.envs.tools import ToolEnv, load_tools, parses, tool_schemas
 from splitppo.errors import UserError, one_line
 from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
 BUILT_IN = {"guess": Guess}  # that `env.path` may name
+HEARD = "heard"  # a row's earlier messages; tools get them in the place of its columns
 MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may have of its own
 
 
@@ -30,10 +31,12 @@ def load(
     lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
-        return (
-            lambda row, seed: ToolEnv(tools, env.format_reward, schemas),
-            any(map(is_async, tools.values())),
-        )
+
+        def make(row: dict[str, Any], seed: int) -> ToolEnv:
+            rewarded = any(map(parses, row.get(HEARD, ())))
+            return ToolEnv(tools, 0.0 if rewarded else env.format_reward, schemas)
+
+        return make, any(map(is_async, tools.values()))
     found = BUILT_IN.get(env.path) or find_in_file(
         env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
     )
@@ -55,7 +58,7 @@ class EnvPool(Pool):
     If its worker has ended, an environment is made and played again in the next one. If a worker
     ends or has no memory left during a step, that step is taken once more, without any other row
     in the process. So what a row gets follows from its seed, its data and the messages, whatever
-    runs beside it.
+    runs beside it. Tools have no state: only the last message is played, in any process.
 
     Args:
         env: what the environments are, and the seconds for a step, or to make one. Raises UserError
@@ -76,13 +79,15 @@ class EnvPool(Pool):
             workers,
         )  # fmt: skip
         self.name = ", ".join(name.rpartition(":")[2] for name in named)
+        self._has_state = bool(env.path)
         self._held: dict[int, Worker] = {}
 
     def play(
         self, key: int, row: dict[str, Any], seed: int, messages: Sequence[Message]
     ) -> Future[list[Any] | Failure]:
         """What the row's environment says to the last of the assistant's messages: `[Turn]`. If it
-        is not in its worker, it is made and hears them all: `[the messages of reset, Turn, ...]`.
+        is not in its worker, it is made and hears them all: `[the messages of reset, Turn, ...]`;
+        tools hear the last one.
 
         The future raises UserError if a worker can't import the files.
 
@@ -93,6 +98,9 @@ class EnvPool(Pool):
         if key not in self._held:
             self._held[key] = min(self._workers, key=lambda worker: worker.rows)
             self._held[key].rows += 1
+        if not self._has_state:
+            row = {HEARD: messages[:-1]}
+            messages = messages[-1:]
         calls = [("reset", key, row, seed), *(("step", key, message) for message in messages)]
         return self._run(self._play(self._held[key], calls))
 

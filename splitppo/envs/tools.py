@@ -127,6 +127,11 @@ def call_reader(
     return chosen or readers[0]
 
 
+def parses(message: Message) -> bool:
+    """Whether a message has calls, and all of them can be read."""
+    return bool(message.tool_calls) and not any(call.error for call in message.tool_calls)
+
+
 class ToolEnv:
     """The environment of a row with tools: runs the calls in a message, and answers each with a
     `tool` message. It is over when a message has no call.
@@ -156,7 +161,7 @@ class ToolEnv:
         if not calls:
             return Turn(done=True)
         answers = [await self._answer(call) for call in calls]
-        reward = 0.0 if any(call.error for call in calls) else self.format_reward
+        reward = self.format_reward if parses(message) else 0.0
         self.format_reward -= reward
         return Turn(
             [

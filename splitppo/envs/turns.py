@@ -3,25 +3,35 @@
 Ids that were sampled stay as they were sampled: nothing is decoded and tokenised again. What the
 chat template puts between the end of an assistant's text and the start of the next one is the
 difference of its output around a placeholder. It is tokenised once, on its own, and appended.
+
+Control tokens are the template's to write: the text of one in what an environment says becomes
+ordinary tokens.
 """
 
+import json
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from splitppo.envs import ROLES, Message
+from splitppo.envs import ROLES, Call, Message
 from splitppo.envs.calls import written_calls
 from splitppo.envs.tools import call_reader, instructions
-from splitppo.errors import UserError, one_line
+from splitppo.errors import UserError, one_line, well_formed
 
 SPOKEN = "sampled-by-the-policy"  # the placeholder
 ASKED = {"role": "user", "content": "asked"}
 SAID = {"role": "assistant", "content": SPOKEN}
 # of a model that has no chat template: the messages' contents, one behind the other
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEXTS = ("content", "name", "tool_call_id")  # that an environment writes into a message
+ENDS = re.compile(r"\S(.*\S)?", re.DOTALL)  # a text without the space around it
+# what a thinking model's prompt ends with: a thought's first tag, perhaps its last one, too
+OPENED = re.compile(r"<([\w:]+)>\s*(</\1>)?\s*\Z")
+Messages = Sequence[Message | Mapping[str, Any]]
 CUT = "\n[cut]"  # stands behind an answer that was too long
 
 
@@ -34,7 +44,6 @@ class Turns:
         arguments: `data.chat_kwargs`.
 
     Attributes:
-        spoken: reads what the policy said, and its calls.
         instructions: for a template that does not read `tools`: text about them, which goes to the
             system message.
         notes: lines for the user about what this template needed.
@@ -50,6 +59,16 @@ class Turns:
     ):
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
+        template = str(self.arguments.get("chat_template", tokenizer.chat_template))
+        added = tokenizer.added_tokens_decoder
+        # id -> text of the control tokens: not of tokens that stand for spaces or tags of HTML
+        self._controls = {
+            token: part.content
+            for token, part in added.items()
+            if part.special or (part.content in template and not part.content.isspace())
+        }
+        names = "|".join(map(re.escape, self._controls.values())) or "(?!)"
+        self._control_start = re.compile(f"(?={names})(.)", re.DOTALL)
         self.instructions = ""
         self._takes_system = False
         self.notes: list[str] = []
@@ -73,7 +92,7 @@ class Turns:
             written = written_calls(self._render)
         elif self.instructions and call_format == "auto":
             call_format = "hermes"  # as the instructions have it
-        self.spoken = call_reader(tokenizer, tools, call_format, written)
+        self._read_calls = call_reader(tokenizer, tools, call_format, written)
         # around an assistant's text: the space that it samples first, and the ids up to the control
         # token that ends its turn
         before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
@@ -82,20 +101,28 @@ class Turns:
         lead = before.removeprefix(self._render([ASKED]))
         self._lead = lead if lead.isspace() else ""
         ids = self._ids(after)
-        controls = [at for at, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+        controls = [at for at, token in enumerate(ids) if token in added]
         self._end = ids[: controls[0] + 1] if controls else []
+        special = {token for token, part in added.items() if part.special}
+        self._ends = {*special, *self._end[-1:]}  # ids that may end a turn
         self._frames = {role: self._frame(role) for role in ROLES}
 
-    def render(self, messages: Sequence[Message | Mapping[str, Any]]) -> str:
+    def render(self, messages: Messages) -> str:
         """The text of a row's prompt, with the tools, up to where the policy speaks."""
         return self._render(self._instructed(messages))
 
-    def prompt(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[int]:
-        """The ids of a row's prompt."""
-        plain = not self.tokenizer.chat_template
-        ids = self.tokenizer(self.render(messages), add_special_tokens=plain)["input_ids"]
-        # some tokenizers end each text, and a policy has nothing to say behind the end
-        return list(ids[:-1] if plain and ids[-1:] == [self.tokenizer.eos_token_id] else ids)
+    def prompt(self, messages: Messages) -> list[int]:
+        """The ids of a row's prompt. Raises UserError or ValueError as `observation` does."""
+        return self._encode(messages, self.render, self._first_ids)
+
+    def spoken(self, before: Sequence[int], sampled: Sequence[int]) -> Message:
+        """What the policy said in a turn, and its calls; `before`: the row's ids up to there. Half
+        characters become U+FFFD."""
+        said = self._read_calls(before, sampled)
+        calls = [(call.name, call.arguments, call.id, call.error) for call in said.tool_calls]
+        text = json.dumps([said.content, calls], ensure_ascii=False)
+        content, calls = json.loads(well_formed(text))
+        return Message(said.role, content, tuple(Call(*call) for call in calls))
 
     def observation(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
@@ -103,7 +130,11 @@ class Turns:
         """The ids between a turn and the next. `sampled` is the turn: the token that ends it may be
         among them (then it is not repeated; the line end that a template puts behind it comes
         first) or not (a stop string ended it: the template's end of a turn comes first). The
-        longest texts are cut until there are at most `limit` ids, or nothing of them is left."""
+        longest texts are cut until there are at most `limit` ids, or nothing of them is left.
+
+        Raises UserError if the template refuses the messages, ValueError if a control token comes
+        out of their texts all the same.
+        """
 
         def shortened(size: int) -> list[int]:
             short = [
@@ -112,15 +143,26 @@ class Turns:
                 else message
                 for message in messages
             ]
-            ids = self._ids(self._tail(short))
-            ended = [*sampled[-1:]] == self._end[-1:] and ids[: len(self._end)] == self._end
-            return ids[len(self._end) :] if ended else ids
+            ids = self._encode(short, self._tail, self._ids)
+            last = [*sampled[-1:]]
+            # GLM's policies end a turn by the token that begins the next one
+            end = self._end or last
+            ended = ids[: len(end)] == end and not self._ends.isdisjoint(last)
+            return ids[len(end) * ended :]
 
         longest = max((len(message.content) for message in messages), default=0)
-        ids = shortened(longest)
-        if limit is None or len(ids) <= limit:
+        if limit is None:
+            return shortened(longest)
+        most = 4 * limit  # characters whose tokens are counted: megabytes take seconds
+        while most < longest and len(shortened(most)) <= 2 * limit:
+            most *= 4
+        if most >= longest and len(ids := shortened(longest)) <= limit:
             return ids
-        fitting = bisect_right(range(longest), limit, key=lambda size: len(shortened(size)))
+        fitting = bisect_right(
+            range(longest),
+            limit,
+            key=lambda size: limit + 1 if size > most else len(shortened(size)),
+        )
         return shortened(max(fitting - 1, 0))
 
     def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -140,31 +182,58 @@ class Turns:
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
     ) -> None:
-        """Renders a dialogue that begins with a row's prompt, with two turns that think and two
-        answers of a `role`. Raises UserError if the template refuses it, or renders a message in
-        another way once others follow: the policy would then not read what it sampled. `keep`
-        allows that: the row goes on behind what was sampled."""
+        """Renders a dialogue that begins with a row's prompt, with two turns and two answers of a
+        `role`. Raises UserError if the template refuses it, or renders a message in another way
+        once others follow: the policy would then not read what it sampled. `keep` allows that: the
+        row goes on behind what was sampled. The turns think, unless the prompt ends with an empty
+        thought. Space is not compared: models differ in what they put around a thought."""
         dialogue = self._instructed(messages)
-        first = len(dialogue)
-        parts = [self._render(dialogue)]  # of the prompt and each message behind it
-        for number in (1, 2):
-            said = f"<think>\nthought {number}\n</think>\n\nsaid {number}"
-            answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
-            dialogue += [{"role": "assistant", "content": said}, *self._answers([answer])]
-            parts += [self._lead + said, self._tail([answer])]
-        kept = "".join(parts)
-        whole = self._render(dialogue)
-        if whole != kept and rewritten == "refuse":
-            same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
-            at = first + bisect_right([*accumulate(map(len, parts[:-1]))], same)
+        prompt = self._render(dialogue)
+        before = self._render(dialogue, add_generation_prompt=False)
+        turns = [("", "<think>\nthought {}\n</think>\n\n")]
+        if opened := OPENED.search(prompt.removeprefix(before)):
+            tag, closed = opened.groups()
+            turns.append((opened[0], "" if closed else f"thought {{}}\n</{tag}>\n\n"))
+        for begun, thought in turns:
+            said = [f"{thought.format(number)}said {number}" for number in (1, 2)]
+            rewriting = self._rewriting(dialogue, prompt, role, begun, said)
+            if not rewriting:
+                return
+        if rewritten == "refuse":
             raise UserError(
-                f"env.rewritten=refuse: the chat template rewrites message {at} "
-                f"({dialogue[at - 1]['role']}) once more follow: {kept[same:][:40]!r} becomes "
-                f"{whole[same:][:40]!r}; set data.chat_kwargs or another template so that it does "
-                "not, or --env.rewritten keep (the policy then reads what it sampled)"
+                f"env.rewritten=refuse: the chat template rewrites {rewriting}; set "
+                "data.chat_kwargs or another template so that it does not, or --env.rewritten keep "
+                "(the policy then reads what it sampled)"
             )
 
-    def _tail(self, messages: Sequence[Message]) -> str:
+    def _rewriting(
+        self,
+        messages: Sequence[dict[str, Any]],
+        prompt: str,
+        role: str,
+        begun: str,
+        said: Sequence[str],
+    ) -> str:
+        """Which message of a dialogue the template rewrites once more follow; "": none. The
+        policy has `said` texts behind `prompt` and further prompts, which have `begun` them."""
+        dialogue = [*messages]
+        parts = [prompt.removesuffix(begun)]  # of the prompt and each message behind it
+        for number, text in enumerate(said, 1):
+            answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
+            dialogue += [{"role": "assistant", "content": begun + text}, *self._answers([answer])]
+            parts += [begun + self._lead + text, self._tail([answer]).removesuffix(begun)]
+        kept = "".join(parts) + begun
+        whole = self._render(dialogue)
+        if "".join(whole.split()) == "".join(kept.split()):
+            return ""
+        same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
+        at = len(messages) + bisect_right([*accumulate(map(len, parts[:-1]))], same)
+        return (
+            f"message {at} ({dialogue[at - 1]['role']}) once more follow: {kept[same:][:40]!r} "
+            f"becomes {whole[same:][:40]!r}"
+        )
+
+    def _tail(self, messages: Messages) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
         _, found, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
         if not found:
@@ -173,6 +242,46 @@ class Turns:
                 "a row of several turns needs one that does"
             )
         return tail
+
+    def _encode(
+        self,
+        messages: Messages,
+        render: Callable[[Messages], str],
+        first_ids: Callable[[str], list[int]],
+    ) -> list[int]:
+        """The ids of what `render` makes of an environment's messages; `first_ids` makes those of
+        its beginning. A text in which the tokenizer sees a control token is cut there, and the
+        parts are tokenised one by one."""
+        plain = [_plain(message) for message in messages]
+        texts = "".join(message.get(name, "") for message in plain for name in TEXTS)
+        if not self._has_controls(texts):
+            return first_ids(render(plain))
+        cut = next(char for char in map(chr, range(0xF0000, 0x110000)) if char not in texts)
+        for message in plain:
+            message |= {name: self._apart(message[name], cut) for name in TEXTS if name in message}
+            # at both ends, too: what follows might complete a control token
+            message["content"] = ENDS.sub(rf"{cut}\g<0>{cut}", message["content"], count=1)
+        first, *others = render(plain).split(cut)
+        return [*first_ids(first), *(token for part in others for token in self._ids(part))]
+
+    def _apart(self, text: str, cut: str) -> str:
+        """A text with a `cut` behind the first character of each control token. Raises ValueError
+        if the tokenizer still sees one."""
+        text = self._control_start.sub(rf"\1{cut}", text)
+        for part in text.split(cut):
+            if self._has_controls(part):
+                raise ValueError(f"the tokenizer makes a control token of {part[:80]!a}")
+        return text
+
+    def _has_controls(self, text: str) -> bool:
+        return not self._controls.keys().isdisjoint(self._ids(text))
+
+    def _first_ids(self, text: str) -> list[int]:
+        """The ids of a text that begins a row."""
+        plain = not self.tokenizer.chat_template
+        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
+        # some tokenizers end each text, and a policy has nothing to say behind the end
+        return list(ids[:-1] if plain and ids[-1:] == [self.tokenizer.eos_token_id] else ids)
 
     def _ids(self, text: str) -> list[int]:
         """The ids of a text that stands in the middle of a row: behind a token, so that no
@@ -209,13 +318,14 @@ class Turns:
                     return parts[1:]
         return []
 
-    def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _answers(self, messages: Messages) -> list[dict[str, Any]]:
         """An environment's messages. Tools answer as the user if the template knows no tools."""
-        if self._frames["tool"] or all(message.role != "tool" for message in messages):
-            return [_plain(message) for message in messages]
-        return [{"role": "user", "content": "\n".join(message.content for message in messages)}]
+        plain = [_plain(message) for message in messages]
+        if self._frames["tool"] or all(message["role"] != "tool" for message in plain):
+            return plain
+        return [{"role": "user", "content": "\n".join(message["content"] for message in plain)}]
 
-    def _instructed(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _instructed(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages with the instructions in the first system message, or a new one; in the
         first message if the template knows no system."""
         found = [_plain(message) for message in messages]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from splitppo.envs import Message
+from splitppo.envs import Call, Message
 from splitppo.envs.tools import instructions
 from splitppo.envs.turns import CUT, Turns
 from splitppo.errors import UserError
@@ -134,6 +134,153 @@ def test_tools_that_move_in_the_template_are_refused():
     turns.check(prompt, "tool")
     with pytest.raises(UserError, match=r"rewrites message 1 \(user\)"):
         turns.check(prompt, "user")
+
+
+# In the manner of thinking models: the prompt opens a thought. Some keep it as it was, some write
+# other space around it, some drop it.
+OPEN = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+SPACED = OPEN.replace(
+    "{{ m.content }}",
+    "{% if '</think>' in m.content %}<think>{{ m.content.split('</think>')[0].split('<think>')[1]"
+    " | trim }}</think>{{ m.content.split('</think>')[1] | trim }}{% else %}{{ m.content }}"
+    "{% endif %}",
+)
+DROPPED = OPEN.replace("m.content", "m.content.split('</think>')[-1]")
+QWEN_OPEN = QWEN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "accepted"),
+    [
+        (OPEN, "user", True),
+        (OPEN.replace("think>", "seed:think>"), "tool", True),
+        (SPACED, "user", True),
+        (SPACED, "tool", True),
+        (DROPPED, "user", False),
+        (DROPPED.replace("think>", "reason>"), "tool", False),
+        (QWEN_OPEN, "user", False),  # kept behind the last question alone
+        (QWEN_OPEN, "tool", True),
+        # an empty thought, without which the policy would think
+        (OPEN.replace("assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"), "tool", True),
+        (DROPPED.replace("assistant\n<think>", "assistant\n<think></think>"), "tool", False),
+        # what looks like a thought is the name of the role
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+         "{% if add_generation_prompt %}<assistant>{% endif %}", "user", True),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_opens_a_thought(template: str, role: str, accepted: bool):
+    turns = Turns(tokenizer_of(template, "<|im_end|>"))
+    prompt = [{"role": "user", "content": "asked <b>"}]
+    if accepted:
+        turns.check(prompt, role)
+    else:
+        with pytest.raises(UserError, match=r"rewrites message 2 \(assistant\)"):
+            turns.check(prompt, role)
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "other"),
+    [(LLAMA, "<|eot|>", "<|eom|>"), (CHATML, "<|im_end|>", "<|endoftext|>")],
+)
+def test_a_turn_that_ends_otherwise_gets_one_end(template: str, end: str, other: str):
+    tokenizer = tokenizer_of(template, end)
+    tokenizer.add_special_tokens({"extra_special_tokens": [other]})
+    tokenizer.add_tokens(["</call>"])
+    turns = Turns(tokenizer)
+    said = [5, tokenizer.convert_tokens_to_ids(other)]
+    observed = turns.observation([THINKING], said)
+    assert observed == turns.observation([THINKING], [5, tokenizer.eos_token_id])
+    assert not tokenizer.decode(observed).startswith(end)
+    # ended by a stop string whose last token is in the vocabulary by itself
+    call = tokenizer.convert_tokens_to_ids("</call>")
+    assert turns.observation([THINKING], [5, call]) == [tokenizer.eos_token_id, *observed]
+
+
+def test_a_turn_that_ends_by_the_next_one_s_head():
+    """As GLM's do: nothing stands behind a turn, and the next one's head ends it."""
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<|user|>",
+    )
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|tool|>"]})
+    turns = Turns(tokenizer)
+    tool = tokenizer.convert_tokens_to_ids("<|tool|>")
+    whole = turns.observation([Message("tool", "12")], [5])
+    assert whole[0] == tool
+    assert turns.observation([Message("tool", "12")], [5, tool]) == whole[1:]
+    assert turns.observation([Message("tool", "12")], [5, tokenizer.eos_token_id]) == whole
+
+
+CONTROLS = ["<|call|>", "<tool>", "ab<tool>b", "l|><tool>"]  # two of them overlap
+
+
+def guarded(name: str) -> tuple[Any, Turns, set[int]]:
+    """A tokenizer with control tokens that a template may show, and the ids of all."""
+    template, end, _ = TEMPLATES[name]
+    tokenizer = tokenizer_of(template + "{# <tool> ab<tool>b l|><tool> #}", end)
+    tokenizer.add_special_tokens({"extra_special_tokens": CONTROLS[:1]})
+    tokenizer.add_tokens([*CONTROLS[1:], "\n\n", "<h1>"])
+    controls = {tokenizer.convert_tokens_to_ids(text) for text in ("<s>", end, *CONTROLS)}
+    return tokenizer, Turns(tokenizer), controls - {None}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_control_tokens_come_from_the_template_alone(name: str):
+    tokenizer, turns, controls = guarded(name)
+    draw = random.Random(name)
+    texts = [*CONTROLS, tokenizer.eos_token]
+
+    def text() -> str:
+        return "".join(draw.choices([*texts, *WORDS, "\n\n", "<h1>"], k=draw.randint(1, 8)))
+
+    def frame(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in controls]
+
+    for role in TEMPLATES[name][2]:
+        plain = [Message(role, "a", name="f")]
+        for number in range(50):
+            # now and then a control token that two messages make together
+            halves = ["a<|ca", "ll|>b"] if role == "tool" and not number % 5 else [f"({text()})"]
+            messages = [Message(role, half, name=text()) for half in halves]
+            ids = turns.observation(messages, [])
+            due = turns.observation(plain * len(messages), [])
+            assert frame(ids) == frame(due)
+            assert tokenizer.decode(ids) == turns._tail(messages)
+            if len(messages) == 1:
+                assert frame(turns.prompt([Message("user", text())])) == frame(
+                    turns.prompt([Message("user", "a")])
+                )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_without_control_tokens_are_tokenised_with_what_stands_around_them(name: str):
+    tokenizer, turns, _ = guarded(name)
+    draw = random.Random(name)
+    for role in TEMPLATES[name][2]:
+        for _ in range(40):
+            words = [*WORDS, "\n\n", "<h1>", "<|im", "_end|"]
+            messages = [Message(role, "".join(draw.choices(words, k=draw.randint(0, 8))))]
+            whole = tokenizer(
+                tokenizer.eos_token + turns._tail(messages), add_special_tokens=False
+            )["input_ids"]
+            assert turns.observation(messages, []) == whole[1:]
+
+
+def test_what_stays_a_control_token_is_refused():
+    tokenizer = tokenizer_of(CHATML, "<|im_end|>")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["~"]})  # can't be cut
+    with pytest.raises(ValueError, match="control token"):
+        Turns(tokenizer).observation([Message("tool", "a~b")], [])
+
+
+def test_half_characters_in_calls():
+    """The policy may write them into JSON as escapes."""
+    tokenizer = tokenizer_of(CHATML, "<|im_end|>")
+    text = r'{"name": "a\udc00", "arguments": {"\ud800": ["\ud83d\ude00\udfff"]}}'
+    ids = tokenizer(f"<tool_call>{text}</tool_call>")["input_ids"]
+    (call,) = Turns(tokenizer).spoken([], ids).tool_calls
+    assert call == Call("a\ufffd", {"\ufffd": ["\U0001f600\ufffd"]})
 
 
 def test_what_was_thought_stays_with_keep():
