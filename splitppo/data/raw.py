@@ -144,9 +144,10 @@ def parse_json(content: bytes, where: str, used: Set[str] = frozenset()) -> Any:
     """What JSON text says. Raises UserError if it is broken, an object has a name twice, or what is
     `used` of its rows (nothing: all) holds half a character."""
     try:
-        parsed = json.loads(content, object_pairs_hook=unique_names)
+        text = content.decode(json.detect_encoding(content))
+        parsed = json.loads(text, object_pairs_hook=unique_names)
         # may be half of a character, which no tokenizer and no file takes
-        if b"\\ud" in content.lower():
+        if "\\ud" in text.lower():
             heads = {name.split(".")[0] for name in used} | used
             for row in parsed if isinstance(parsed, list) else [parsed]:
                 unread = {*row} - heads if isinstance(row, dict) and used else ()

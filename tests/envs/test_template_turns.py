@@ -267,6 +267,16 @@ def test_texts_without_control_tokens_are_tokenised_with_what_stands_around_them
             assert turns.observation(messages, []) == whole[1:]
 
 
+def test_two_texts_make_no_control_token():
+    """Without a chat template nothing stands between them."""
+    tokenizer = tokenizer_of(None, "<|im_end|>")
+    turns = Turns(tokenizer)
+    messages = [Message("user", " a<|im"), Message("user", "_end|>b ")]
+    for ids in (turns.observation(messages, []), turns.prompt(messages)):
+        assert tokenizer.eos_token_id not in ids
+        assert tokenizer.decode(ids) == " a<|im_end|>b "
+
+
 def test_what_stays_a_control_token_is_refused():
     tokenizer = tokenizer_of(CHATML, "<|im_end|>")
     tokenizer.add_special_tokens({"extra_special_tokens": ["~"]})  # can't be cut
