@@ -253,7 +253,7 @@ class Turns:
         its beginning. A text in which the tokenizer sees a control token is cut there, and the
         parts are tokenised one by one."""
         plain = [_plain(message) for message in messages]
-        texts = "".join(message.get(name, "") for message in plain for name in TEXTS)
+        texts = "".join(message.get(name, "") for name in TEXTS for message in plain)
         if not self._has_controls(texts):
             return first_ids(render(plain))
         cut = next(char for char in map(chr, range(0xF0000, 0x110000)) if char not in texts)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from splitppo.config import EnvConfig
-from splitppo.envs import Message, Turn
+from splitppo.envs import Call, Message, Turn
 from splitppo.envs.pool import EnvPool
 from splitppo.errors import UserError
 from splitppo.workers import Failure
@@ -209,6 +209,19 @@ def test_close_ends_what_is_under_way(file: Path, caplog: pytest.LogCaptureFixtu
     assert not workers_of(os.getpid())
     gc.collect()
     assert not caplog.records, "a task is left over"
+
+
+def test_what_is_nested_too_deep_to_be_sent_fails_its_row_alone(file: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    call = Message("assistant", "a", (Call("f", {"x": deep}),))
+    with pool(file) as envs:
+        failure = envs.play(0, {}, 0, [call]).result()
+        assert play(envs, [{}], ["a"]) == play(envs, [{}], ["a"])
+    assert isinstance(failure, Failure)
+    assert failure.kind == "invalid"
+    assert "RecursionError" in failure.text
 
 
 def test_results_are_the_same_for_any_number_of_workers_and_any_delays(file: Path) -> None:

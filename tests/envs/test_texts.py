@@ -6,9 +6,11 @@ import asyncio
 import json
 import pickle
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +28,10 @@ from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn, pool
 from splitppo.envs.player import Player, turns_of
 from splitppo.envs.tools import tool_schemas
+from splitppo.envs.turns import Turns
 from splitppo.errors import UserError, well_formed
 from splitppo.rewards.functions import read_result
-from splitppo.rollout import Episode, Prompt, dialogue
+from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, dialogue
 from splitppo.run.files import write_rows
 from splitppo.sampler import Sampler
 from splitppo.workers import Failure, describe, find_in_file
@@ -82,36 +85,36 @@ def tokenizer_for(name: str | None) -> Any:
     return tokenizer
 
 
-class Here:
-    """In the place of an `EnvPool`: a worker's handler in this process. Messages are pickled."""
-
-    name = "here"
+class Here(pool.EnvPool):
+    """Environments in this process. Messages are pickled, as to a worker's process."""
 
     def __init__(self, env: EnvConfig):
+        self.name = "here"
+        self.rows = 0
         self.handler = pool.Envs(env)
-        self.has_state = bool(env.path)
+        self._has_state = bool(env.path)
+        self._held = {}
+        self._workers = cast(Any, [self])
 
-    def play(self, key: int, row: dict[str, Any], seed: int, messages: Sequence[Message]) -> Any:
-        calls: list[tuple] = [("reset", key, row, seed)]
-        calls += [("step", key, message) for message in messages][0 if self.has_state else -1 :]
+    def _run(self, work: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(asyncio.run(pool._hear(cast(Any, self), calls)))
+        future.set_result(asyncio.run(work))
         return future
+
+    async def _settle(self, worker: Any, ask: Any) -> Any:
+        return await ask(worker)
 
     async def call(self, *message: Any) -> Any:
         try:
             sent = pickle.dumps(message)
         except RecursionError as error:  # as a worker's pool does
-            return Failure("here", "invalid", describe(error))
+            return Failure("", "invalid", describe(error))
         try:
             result, read = self.handler(*pickle.loads(sent))
             said = read(await result if asyncio.iscoroutine(result) else result)
         except Exception as error:
             said = Failure("", "error", describe(error))
         return pickle.loads(pickle.dumps(said))
-
-    def end(self, key: int) -> None:
-        self.handler.held.pop(key, None)
 
 
 class Says:
@@ -160,7 +163,7 @@ def play(
         env=env,
         reward=RewardConfig(failed_score=-7.0),
     )
-    player = Player(cast(Any, Here(env)), cast(Any, turns_of(config, tokenizer)), config)
+    player = Player(Here(env), cast(Any, turns_of(config, tokenizer)), config)
     ids = [
         [tokenizer(text + end, add_special_tokens=False)["input_ids"] for text in row]
         for row in spoken
@@ -349,6 +352,83 @@ def test_what_policies_call_and_tools_answer(name: str, rows: int, tmp_path: Pat
     assert len(failures) < rows * 0.7
 
 
+def test_rewards_that_float32_does_not_hold_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(pool.BUILT_IN, "says", cast(Any, Says))
+    large = Turn([Message("user", "a")], reward=3e38)
+    infos = [
+        {"reset": None, "turns": [large, replace(large, reward=reward), Turn(done=True)]}
+        for reward in (3e38, -3e38)
+    ]
+    spoken = [["a"] * 3] * 2
+    _, failures, _ = play(EnvConfig(path="says"), tokenizer_for("chatml"), spoken, infos)
+    assert failures.keys() == {0}
+    assert "sum up to 6.0" in failures[0].text
+
+
+def test_what_can_t_be_read_fails_its_row(monkeypatch: pytest.MonkeyPatch):
+    """Where the row began, and where it goes on, whose environment has not begun."""
+    monkeypatch.setitem(pool.BUILT_IN, "says", cast(Any, Says))
+    tokenizer = tokenizer_for("chatml")
+    env = EnvConfig(path="says")
+    read = Turns.spoken
+
+    def spoken(self: Turns, before: Sequence[int], sampled: Sequence[int]) -> Message:
+        if "b" in tokenizer.decode(sampled):
+            raise KeyError("no parser")
+        return read(self, before, sampled)
+
+    monkeypatch.setattr(Turns, "spoken", spoken)
+    infos = [{"reset": None, "turns": [Turn([Message("user", "a")]), Turn(done=True)]}] * 2
+    _, failures, player = play(env, tokenizer, [["a", "b"], ["a", "a"]], infos)
+    assert [(row, one.kind, "no parser" in one.text) for row, one in failures.items()] == [
+        (0, "invalid", True)
+    ]
+    ids = array(IDS, tokenizer("b")["input_ids"])
+    row = Episode(5, ids, (Segment(ids, array(LOGPROBS, [0.0])), Segment(array(IDS), None)))
+    assert player.ask(row, Prompt("go", [97], "", "", infos[0]), 0)
+    (reply,) = player.poll({5: row}, 60)
+    assert reply.end == "failed"
+    player.end(5)
+
+
+def test_a_row_with_tools_goes_on_elsewhere_from_its_record(tmp_path: Path):
+    """No tool is called again, and the format is rewarded once."""
+    log = tmp_path / "log"
+    (tmp_path / "tools.py").write_text(
+        TOOLS.replace("return value", f"open({str(log)!r}, 'a').write(value); return value")
+    )
+    tokenizer = tokenizer_for("chatml")
+    env = EnvConfig(tools=(f"{tmp_path}/tools.py:echo",), format_reward=0.5)
+    config = Config(env=env)
+    ends = tokenizer.eos_token
+
+    def ids(text: str) -> array:
+        return array(IDS, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def said(value: str) -> Segment:
+        call = f'<tool_call>{{"name": "echo", "arguments": {{"value": {value}}}}}</tool_call>{ends}'
+        return Segment(ids(call), array(LOGPROBS, [0.0] * len(ids(call))))
+
+    heard = Segment(ids("another tokenizer's text"), None)
+    waits = Segment(ids(""), None)
+    prompt = Prompt("go", [97], "", "", {})
+    for first, reward in (('"a"', 0.0), ("3 4", 0.5)):
+        log.write_text("")
+        player = Player(Here(env), cast(Any, turns_of(config, tokenizer)), config)
+        row = Episode(7, ids("go"), (said(first), heard, said('"b"')))
+        assert not player.ask(row, prompt, 0)
+        assert not player.pool._held
+        row = replace(row, segments=(*row.segments, waits))
+        assert player.ask(row, prompt, 0)
+        (reply,) = player.poll({7: row}, 0)
+        assert "b<|im_end|>" in tokenizer.decode(reply.ids)
+        assert reply.reward == reward
+        assert log.read_text() == "b"
+        player.end(7)
+        # a row that ends in the middle of a turn has no environment
+        player.end(8)
+
+
 def results(draw: random.Random) -> Iterator[Any]:
     """What a reward function may return."""
     while True:
@@ -398,7 +478,9 @@ def test_what_data_files_say(count: int, tmp_path: Path):
         file.write_bytes(line.encode(errors="surrogatepass"))
         # escapes of two halves are one character
         whole = json.loads(line)
-        holds = is_text(json.dumps(whole, ensure_ascii=False)) and bool(whole["prompt"].strip())
+        read = [whole[name] for name in ("prompt", "answer", "extra_info", "data_source")]
+        holds = is_text(json.dumps(read, ensure_ascii=False)) and (escapes or is_text(line))
+        holds &= bool(whole["prompt"].strip())
         try:
             (row,) = read_file(config, str(file), "data.files")
         except UserError as error:
@@ -418,8 +500,6 @@ def test_what_data_files_say(count: int, tmp_path: Path):
 def test_schemas_hold_other_scripts(tmp_path: Path):
     (tmp_path / "tools.py").write_text(TOOLS.replace("Repeats.", "重复. ü"))
     tools = {"echo": find_in_file(f"{tmp_path}/tools.py:echo", "env.tools", "tool", "tool")}
-    from splitppo.envs.turns import Turns
-
     tokenizer = tokenizer_for("chatml")
     assert tokenizer.chat_template == CHATML
     turns = Turns(tokenizer, tools=tool_schemas(tools))
