@@ -87,10 +87,9 @@ class Generator:
     def gather_open_rows(self, rollout: Rollout) -> dict[str, Any]:
         """Tells all actor ranks which rows go on. Returns metrics of what was sampled in this step:
         of the rows that ended, `rollout`, and of those that go on."""
-        player = self.sampler.player
         return {
             "slots": self.sampler.gather_open(self.group),
-            **(player.metrics(self.group) if player else {}),
+            **self.sampler.player.metrics(self.group),
             **self._metrics(rollout),
         }
 
@@ -107,8 +106,7 @@ class Generator:
     def close(self) -> None:
         """Ends the engine, environments, and the processes of the validation's rewards."""
         self.engine.close()
-        if self.sampler.player:
-            self.sampler.player.pool.close()
+        self.sampler.player.close()
         self.validator.scorer.close()
 
     def state(self) -> dict[str, Any]:

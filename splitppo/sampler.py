@@ -26,6 +26,7 @@ import torch
 from splitppo.config import RolloutConfig
 from splitppo.engine import TICK, Ask, Piece, RolloutEngine, row_seed
 from splitppo.envs.player import Player, Reply
+from splitppo.envs.single import SINGLE_TURN, SingleTurn
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import Streams
@@ -65,7 +66,7 @@ class Sampler:
         limit: most response tokens of a row. context: most tokens of a row in all.
         window: tokens that a slot decodes in a step; 0: no windows.
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
-        player: plays the rows' environments, if they have some.
+        player: plays the rows' environments.
 
     Attributes:
         streams: which rows a slot has.
@@ -85,7 +86,7 @@ class Sampler:
         context: int | None = None,
         window: int = 0,
         lengths: Sequence[int] = (),
-        player: Player | None = None,
+        player: Player | SingleTurn = SINGLE_TURN,
     ):
         self.streams = Streams(slots, samples)
         self._prompts = prompts
@@ -269,14 +270,13 @@ class _Decoding:
                 (sampler.row(self.step, slot) for slot in slots),
                 key=lambda row: len(row.prompt) + row.tokens,
             )
-            if sampler.player:
-                sampler.player.keep({row.row for row in first})
+            sampler.player.keep({row.row for row in first})
             self._start(first)
             while self.asked or self.waiting:
                 idle = not self.asked
                 polled = [] if idle else self.engine.poll()
                 stopped = [row for piece in polled for row in self._take(piece)]
-                if self.waiting and sampler.player:
+                if self.waiting:
                     for reply in sampler.player.poll(self.waiting, TICK if idle else 0):
                         stopped += self._answer(reply)
                 yield stopped
@@ -289,10 +289,8 @@ class _Decoding:
 
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
-        player = self.sampler.player
-        if player and player.ask(
-            row, self.sampler.prompt(row.row), row_seed(self.seed, row.row, ENV_NOISE)
-        ):
+        prompt = self.sampler.prompt(row.row)
+        if self.sampler.player.ask(row, prompt, row_seed(self.seed, row.row, ENV_NOISE)):
             self.waiting[row.row] = row
         return row.row in self.waiting
 
@@ -316,7 +314,7 @@ class _Decoding:
         # `limit`: the ask is used up. If the row may get more tokens, only its window has ended.
         if piece.end == "limit" and self.sampler.left(row):
             yield row
-        elif not self.sampler.player or piece.end == "limit":
+        elif piece.end == "limit" or not self.sampler.player.answers:
             yield self._stop(replace(row, end=piece.end))
         else:
             self._waits(
@@ -350,8 +348,7 @@ class _Decoding:
 
     def _stop(self, row: Episode) -> Episode:
         """Has the slot's next row follow one that has ended."""
-        if self.sampler.player:
-            self.sampler.player.end(row.row)
+        self.sampler.player.end(row.row)
         if self.sampler.window and self._budget(row):
             following = self.sampler.streams.next(row.row)
             self._start([self.sampler.new_episode(following)])

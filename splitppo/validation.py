@@ -13,7 +13,7 @@ from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Pending, Scorer, say_failures, to_score
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode
-from splitppo.sampler import Player, Sampler
+from splitppo.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
 FILE_ROWS = 256  # rows that a validation writes at most, the first
@@ -23,14 +23,14 @@ FILE_ROWS = 256  # rows that a validation writes at most, the first
 class Validator:
     """Scores the held-out prompts; each rank of the actor group takes a part of them. `context`
     holds the held-out prompts, `group` are the actors, `write` writes a step's rows to the run's
-    folder, `player` plays their environments, if they have some."""
+    folder, `player` plays their environments."""
 
     context: Context
     engine: RolloutEngine
     group: Group
     scorer: Scorer
     write: Callable[[int, Sequence[Mapping[str, Any]]], None]
-    player: Player | None = None
+    player: Player | SingleTurn = SINGLE_TURN
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -89,7 +89,7 @@ class Validator:
                 if episode.row < FILE_ROWS:
                     line = record(self.context, step, sampler.prompt(episode.row), episode, score)
                     written.append(line | {"sample": sampler.streams.sample(episode.row)})
-        failures += self.player.take()[1] if self.player else []
+        failures += self.player.take()[1]
         gathered = self.group.all_gather((found, written, failures))
         if self.group.is_first:
             rows = (row for _, part, _ in gathered for row in part)

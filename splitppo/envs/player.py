@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from splitppo.config import Config
 from splitppo.envs import Message, Turn
 from splitppo.envs.pool import EnvPool
+from splitppo.envs.single import SINGLE_TURN, SingleTurn
 from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError, one_line
@@ -56,11 +57,11 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
     )
 
 
-def players_of(config: Config, tokenizer: Any) -> "list[Player] | tuple[None, None]":
+def players_of(config: Config, tokenizer: Any) -> "list[Player] | list[SingleTurn]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
-    workers. None without environments."""
+    workers."""
     if not (turns := turns_of(config, tokenizer)):
-        return None, None
+        return [SINGLE_TURN, SINGLE_TURN]
     pool = EnvPool(config.environment, config.reward.workers)
     return [Player(pool, turns, config) for _ in range(2)]
 
@@ -109,13 +110,17 @@ class Player:
         pool: has the environments; perhaps also those of another player.
         failures: (row, failure) of the rows that failed.
         turns: makes tokens of messages, and messages of tokens.
+        answers: whether turns are answered. render: messages -> the text of a row's prompt.
     """
+
+    answers = True
 
     def __init__(self, pool: EnvPool, turns: Turns, config: Config):
         self.failures: list[tuple[int, Failure]] = []
         self.failing = 0  # steps, to the last, in which no environment has answered
         self.pool = pool
         self.turns = turns
+        self.render = turns.render
         self._config = config
         self._rows: dict[int, _Row] = {}
         self._figures: list[dict[str, float]] = []  # of each turn, answer and wait
@@ -160,6 +165,10 @@ class Player:
         """A step begins with these rows: ends the environments of all others."""
         for row in self._rows.keys() - rows:
             self.end(row)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.pool.close()
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
         """Sums and failures since the last call. Of the sums, `turns` counts the turns that were

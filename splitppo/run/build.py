@@ -19,7 +19,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
-from splitppo.envs.player import Player, players_of, turns_of
+from splitppo.envs.player import Player, SingleTurn, players_of, turns_of
 from splitppo.errors import say
 from splitppo.generator import Generator
 from splitppo.job.runtime import Runtime
@@ -40,9 +40,7 @@ from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 
 
-def build_sampler(
-    resolved: Resolved, training: data.PromptSet, player: Player | None = None
-) -> Sampler:
+def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     """The rows of all slots, from the training prompts."""
     config = resolved.config
     rollout = config.rollout
@@ -56,7 +54,6 @@ def build_sampler(
         context=rollout.max_context,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
-        player=player,
     )
 
 
@@ -308,7 +305,9 @@ class Builder:
             reward = replace(reward, function=("none",), weights=())
         return Scorer(reward, {prompt.data_source for prompt in split.prompts})
 
-    def _validator(self, engine: RolloutEngine, runner: Runner, player: Player | None) -> Validator:
+    def _validator(
+        self, engine: RolloutEngine, runner: Runner, player: Player | SingleTurn
+    ) -> Validator:
         reward = self.config.reward
         if held_out := reward.validation if self.config.validate_every else ("none",):
             reward = replace(reward, function=held_out, weights=())

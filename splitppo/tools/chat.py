@@ -91,12 +91,11 @@ def load(
     room = min(filter(None, positions), default=2**31) - most
 
     player, _ = players_of(config, tokenizer)
-    render = player.turns.render if player else None
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
         prompts, wrong = tokenize(
-            config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer, render=render
+            config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer, render=player.render
         )
         if wrong:
             raise wrong[0]

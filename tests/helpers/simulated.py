@@ -14,7 +14,7 @@ from ranks import ALONE
 from splitppo.config import Config, EnvConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
-from splitppo.envs.player import Player, turns_of
+from splitppo.envs.player import SINGLE_TURN, Player, turns_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Prompt
 from splitppo.sampler import Sampler
@@ -140,7 +140,7 @@ class Simulation:
             lambda row: Prompt("go", [20], "", "", {"row": row}),
             limit=10**6,
             window=self.window,
-            player=player if self.tool else None,
+            player=player if self.tool else SINGLE_TURN,
         )
 
     def env(self, row: dict[str, Any], seed: int) -> Any:
