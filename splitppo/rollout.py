@@ -330,6 +330,13 @@ class Rollout:
         return ages.repeat_interleave(tokens)
 
 
+def add_turn_rewards(scores: Tensor, episodes: Iterable[Episode]) -> Tensor:
+    """`[B]`: the rows' whole scores, of what rewards said of them and the rewards of their
+    turns."""
+    turns = torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float64)
+    return scores + turns.to(scores.dtype)
+
+
 def pack(pieces: Iterable[Tensor], places: Iterable[int]) -> Tensor:
     """Tensors `[T_i]` of a rollout's episodes, in any order, to the packed `[N]`. `places`: where
     each of them belongs; all places from 0 on, once each."""

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, row_seed
 from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Pending, Scorer, say_failures, to_score
 from splitppo.rewards.summary import Response, answer, metrics
-from splitppo.rollout import Episode
+from splitppo.rollout import Episode, add_turn_rewards
 from splitppo.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
@@ -70,10 +72,10 @@ class Validator:
         written = []
         failures = []
         for episodes, texts, pending in batches:
-            for episode, text, scored in zip(
-                episodes, texts, self.group.of_first(pending), strict=True
-            ):
-                score = scored.score + sum(episode.rewards)
+            results = self.group.of_first(pending)
+            of_rewards = torch.tensor([one.score for one in results], dtype=torch.float64)
+            scores = add_turn_rewards(of_rewards, episodes).tolist()
+            for episode, text, scored, score in zip(episodes, texts, results, scores, strict=True):
                 found.append(
                     Response(
                         episode.row,

@@ -23,7 +23,7 @@ from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
 from splitppo.rewards.shaping import AdaptiveKL, shape_scores, spread_of
-from splitppo.rollout import Rollout, digest, pack
+from splitppo.rollout import Rollout, add_turn_rewards, digest, pack
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScoredRows:
     @property
     def totals(self) -> Tensor:
         """`[B]`: the scores with the rewards of the turns."""
-        return self.scores + self.rollout.sums(self.rollout.turn_rewards())
+        return add_turn_rewards(self.scores, self.rollout.episodes)
 
 
 class Critic:
