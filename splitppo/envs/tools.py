@@ -7,6 +7,7 @@ The rank has the tokenizer, so it makes the schemas and reads the calls in what 
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,7 +35,8 @@ from splitppo.workers import awaited, find_in_file, is_async
 Tool = Callable[..., Any]
 
 
-def load_tools(names: Sequence[str], *, network: bool = False) -> dict[str, Tool]:
+@functools.cache  # once a process: for `python` a jail is tried
+def load_tools(names: tuple[str, ...], *, network: bool = False) -> Mapping[str, Tool]:
     """The functions by the names under which the policy calls them. `network`: `python` may use it.
     Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
     apart from the machine here."""

@@ -45,7 +45,7 @@ def test_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     assert len(set(prompts)) == 50
     for line in map(json.loads, texts["test.jsonl"]):
         expression = line["prompt"].removeprefix("Call the calculator for ").partition(",")[0]
-        called = load_tools(["calculator"])["calculator"](expression)
+        called = load_tools(("calculator",))["calculator"](expression)
         assert called == line["reward_model"]["ground_truth"]
     assert capsys.readouterr().out.endswith("40 rows in train.jsonl and 10 rows in test.jsonl\n")
 

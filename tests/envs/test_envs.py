@@ -194,7 +194,7 @@ def test_a_response_template_reads_calls(file: Path):
             "content": {"close_pattern": "<eos>", "content": "text"},
         },
     }  # fmt: skip
-    read = call_reader(tokenizer, tool_schemas(load_tools([f"{file}:multiply"])))
+    read = call_reader(tokenizer, tool_schemas(load_tools((f"{file}:multiply",))))
 
     def reading(text: str, before: str = "what? A:") -> Message:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -227,7 +227,7 @@ def step(env: ToolEnv, text: str, *calls: Call) -> Turn:
 
 @pytest.mark.parametrize(("call", "answer"), ENV)
 def test_a_call_is_answered(file: Path, call: Call, answer: str):
-    tools = load_tools([f"{file}:multiply", "calculator"])
+    tools = load_tools((f"{file}:multiply", "calculator"))
     env = ToolEnv(tools, format_reward=0.1)
     turn = step(env, "", call)
     (message,) = turn.messages
@@ -327,7 +327,7 @@ def test_a_result_that_holds_itself_is_an_error():
 
 
 def test_the_reward_for_the_format_comes_once(file: Path):
-    env = ToolEnv(load_tools([f"{file}:multiply"]), format_reward=0.1)
+    env = ToolEnv(load_tools((f"{file}:multiply",)), format_reward=0.1)
     bad = Call("", error="no JSON")
     turns = [step(env, "", *calls) for calls in ((A, bad), (A, B), (A,))]
     assert [turn.reward for turn in turns] == [0.0, 0.1, 0.0]
@@ -335,7 +335,7 @@ def test_the_reward_for_the_format_comes_once(file: Path):
 
 
 def test_an_async_tool_makes_an_async_environment(file: Path):
-    env = ToolEnv(load_tools([f"{file}:wait", f"{file}:thread"]))
+    env = ToolEnv(load_tools((f"{file}:wait", f"{file}:thread")))
     turn = step(env, "", Call("wait", {"text": "x"}, id="one"), Call("thread"))
     # a plain function must not hold up the other rows of the process
     assert [m.content for m in turn.messages] == ['{"waited": "x"}', "false"]
@@ -346,7 +346,7 @@ def test_an_async_tool_makes_an_async_environment(file: Path):
 
 
 def test_schemas_and_instructions(file: Path):
-    tools = load_tools([f"{file}:multiply", "calculator"])
+    tools = load_tools((f"{file}:multiply", "calculator"))
     schemas = tool_schemas(tools)
     assert [schema["function"]["name"] for schema in schemas] == ["multiply", "calculator"]
     text = instructions(schemas)
@@ -356,11 +356,11 @@ def test_schemas_and_instructions(file: Path):
     schemas[0]["function"]["description"] = "größer"
     assert "größer" in instructions(schemas)
     with pytest.raises(UserError, match=r"bare has no schema .*give each parameter a type hint"):
-        tool_schemas(load_tools([f"{file}:bare"]))
+        tool_schemas(load_tools((f"{file}:bare",)))
     with pytest.raises(UserError, match="another tool is called multiply, too"):
-        load_tools([f"{file}:multiply", f"{file}:multiply"])
+        load_tools((f"{file}:multiply", f"{file}:multiply"))
     with pytest.raises(UserError, match=r"no such tool; use calculator, python or path"):
-        load_tools(["calculate"])
+        load_tools(("calculate",))
 
 
 @pytest.mark.parametrize(
