@@ -49,9 +49,7 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
     asks."""
     mode = config.mode
     if mode == "auto":
-        asks_for_two = (
-            config.actor or config.critic or config.barrier or config.reference == "critic"
-        )
+        asks_for_two = config.actor or config.critic or config.reference == "critic"
         mode = (
             "colocated" if world == 1 or (gpu and world == 2 and not asks_for_two) else "per_node"
         )

@@ -386,12 +386,7 @@ def test_one_rank_is_the_paper(baseline):
         (2, {"placement__mode": "colocated"}),
         wide(
             3,
-            {
-                "placement__actor": 2,
-                "compute__activation_checkpointing": "",
-                "placement__barrier": "",
-                "rollout__chunks": 1,
-            },
+            {"placement__actor": 2, "compute__activation_checkpointing": "", "rollout__chunks": 1},
         ),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
         (
@@ -505,12 +500,11 @@ def test_the_reference_on_the_critics_side(inputs, tmp_path, actor, argv, change
 
 
 @pytest.mark.wide
-def test_streaming_and_deferral_change_no_bit(inputs, tmp_path):
-    """Scores under the rollout, and the critic's update under the next one, are a matter of time
-    alone. (Each row is a micro-batch of its own here: which rows come together decides how sums are
-    rounded, 4e-7 in a weight.)"""
+def test_streaming_changes_no_bit(inputs, tmp_path):
+    """Scores under the rollout are a matter of time alone. (Each row is a micro-batch of its own
+    here: which rows come together decides how sums are rounded, 4e-7 in a weight.)"""
     seen, sizes = [], {"rollout__batch_size": 8, "ppo__epochs": 1, "compute__micro_batch_tokens": 1}
-    runs = {"both": {}, "streaming": {"placement__barrier": ""}, "deferral": {"rollout__chunks": 1}}
+    runs = {"streaming": {}, "none": {"rollout__chunks": 1}}
     for name, without in runs.items():
         (tmp_path / name).mkdir()
         seen.append(run(inputs, tmp_path / name, 3, placement__actor=2, **sizes, **without))

@@ -75,7 +75,6 @@ def test_groups(config, world, local, actor, critic):
         (PlacementConfig(critic=1), 2, False),
         (PlacementConfig(actor=1), 2, False),
         (PlacementConfig(reference="critic"), 2, False),
-        (PlacementConfig(barrier=True), 2, False),
     ],
 )
 def test_two_gpus_are_colocated_unless_a_setting_asks_for_groups(config, world, colocated):

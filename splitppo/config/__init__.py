@@ -61,9 +61,6 @@ class PlacementConfig:
     reference: Literal["actor", "critic"] = "actor"
     """Group that holds the reference. With the critic it works during the rollout; helps if models
     have one size."""
-    barrier: bool = False
-    """Make the groups wait for each other after their updates, as controllers do. Shows what no
-    barrier saves."""
 
 
 @dataclass(frozen=True)

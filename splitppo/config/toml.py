@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
 # settings that earlier versions had -> their value at which a run is as one of this version
-GONE: dict[str, Any] = {"value.ensemble": 1}
+GONE: dict[str, Any] = {"placement.barrier": False, "value.ensemble": 1}
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 

@@ -75,7 +75,6 @@ class Runtime:
         self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
         # rank 0: keys that all ranks will have read when they gather again
-        self.gathered: list[str] = []
         self._check_nodes(peers, facts or {})
         self.heartbeat = Heartbeat(control, peers, launch.rank, timeout)
         self.heartbeat.start()
@@ -162,9 +161,6 @@ class Runtime:
             with self._naming_ranks(key):
                 texts = [self.store.get(name).decode() for name in names]
             self.store.set(key, json.dumps(texts))
-            for read in (*self.gathered, *names):
-                self.store.delete_key(read)
-            self.gathered = [key]
 
     @contextmanager
     def _naming_ranks(self, key: str, patience: float = 0.0) -> Iterator[None]:

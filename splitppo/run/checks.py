@@ -91,15 +91,10 @@ def check_adapters(resolved: Resolved, found: Path | None = None) -> None:
 
 def _check_groups(resolved: Resolved) -> None:
     """Refuses settings of two groups where there is one, and a critic group without a model."""
-    for name, given in (
-        ("reference", resolved.config.placement.reference == "critic"),
-        ("barrier", resolved.config.placement.barrier),
-    ):
-        if given and resolved.placement.colocated:
-            raise UserError(
-                f"placement.{name} is for two groups, and every rank plays both roles; "
-                "leave it unset"
-            )
+    if resolved.config.placement.reference == "critic" and resolved.placement.colocated:
+        raise UserError(
+            "placement.reference is for two groups, and every rank plays both roles; leave it unset"
+        )
     if resolved.config.value.share_base and not resolved.placement.colocated:
         raise UserError(
             "value.share_base=True: policy and value model are on different ranks "

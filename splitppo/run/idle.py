@@ -49,7 +49,7 @@ def idle_line(critic: Sequence[Mapping[str, Any]], config: Config) -> str:
     begun = max(WARM_UP, config.value.pretrain_steps, config.ppo.critic_warmup)
     epochs = config.ppo.value_epochs or config.ppo.epochs
     share, free = free_value_epochs(critic[begun:], epochs)
-    if free == epochs or config.placement.barrier:
+    if free == epochs:
         return ""
     return (
         f"the critic waited {100 * share:.0f} % of a step: ppo.value_epochs = {free} costs nothing"

@@ -271,9 +271,6 @@ class Run:
         log = self.logs[role]
         if role == "critic" and self.written:
             self.written.result()
-        if self.config.placement.barrier:
-            with log.span("wait_barrier"):
-                self.runtime.barrier(f"barrier of step {step}")
         if log.screen:  # a failure's cause is to stay the last on it
             log.screen.silent = self.runtime.status.has_failure()
         log.finish(step, metrics | (self.links.wire.spent() if self.links else {}))

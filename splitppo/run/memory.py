@@ -14,13 +14,14 @@ from splitppo.errors import UserError
 from splitppo.learner import GATHER_BYTES
 from splitppo.models.cost import GB, USABLE, Cost
 from splitppo.models.heads import LOGIT_PIECE
-from splitppo.placement import Role, place, replicas
+from splitppo.placement import Role, replicas
 from splitppo.run.resolve import Resolved
 
 Parts = dict[str, float]  # what is held -> bytes
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
 GPU = 80 * GB  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
+BEST = 3  # ways to need less that are named
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
 # offload -> the next kind of it
 MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}
@@ -119,16 +120,13 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
 
 
 def remedies(resolved: Resolved, memory: float | None = None) -> str:
-    """The ways to need less, cheapest first, each with what the run then needs; and what makes it
-    fit if none does. `memory`: bytes of the GPU, by default of this rank's."""
+    """The three best ways to need less, each with what the run then needs. `memory`: bytes of the
+    GPU, by default of this rank's."""
     memory = memory or gpu_memory(resolved) or GPU
     need, *_ = highest(resolved, memory)
-    alone = {flags: highest(changed, memory)[0] for flags, changed in ways(resolved)}
-    found = ", ".join(f"{flags} {_gib(less)}" for flags, less in alone.items() if less < need)
-    together, chosen = fitted(resolved, memory, ("--", f"{2 * resolved.placement.world} GPUs"))
-    if (least := highest(together, memory)[0]) <= USABLE * memory < min(alone.values()):
-        found += f"; enough: {' '.join(chosen.values())} {_gib(least)}"
-    return f"ways to need less: {found}"
+    needs = [(highest(changed, memory)[0], flags) for flags, changed in ways(resolved)]
+    best = [f"{flags} {_gib(less)}" for less, flags in sorted(needs)[:BEST] if less < need]
+    return f"ways to need less: {', '.join(best) or 'more GPUs'}"
 
 
 def fitted(
@@ -215,7 +213,6 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     for table, name, setting, _ in filter(itemgetter(3), found):
         flag = f"--{table}.{name}".replace("_", "-") + ("" if setting is True else f" {setting}")
         yield flag, with_setting(resolved, table, name, setting)
-    yield f"{2 * resolved.placement.world} GPUs", _twice_as_many(resolved)
 
 
 def _shards(resolved: Resolved, name: str) -> int:
@@ -244,15 +241,6 @@ def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Res
     """The same with another setting."""
     changed = replace(getattr(resolved.config, table), **{name: setting})
     return replace(resolved, config=replace(resolved.config, **{table: changed}))
-
-
-def _twice_as_many(resolved: Resolved) -> Resolved:
-    now = resolved.placement
-    actor, critic = (2 * len(ranks) for ranks in now.groups.values())
-    sizes = replace(resolved.config.placement, mode=now.mode, actor=actor, critic=critic)
-    local_world = 2 * resolved.local_world
-    placement = place(sizes, world=2 * now.world, local_world=local_world)
-    return replace(resolved, placement=placement, local_world=local_world)
 
 
 def _turns(

@@ -1,9 +1,8 @@
 """`splitppo bench`: placements compared on the same GPUs, one job after the other, with the same
 rows and models.
 
-A job is `colocated`; `2+2/barrier`, a split whose groups wait for each other after the updates, as
-verl's split_placement did; or `2+2`, `2+2/critic`: without a barrier, the reference with the actor
-or the critic. Prints a table, and writes OUT/bench.json and each job's run folder and log.
+A job is `colocated`; or `2+2`, `2+2/critic`: a split, the reference with the actor or the critic.
+Prints a table, and writes OUT/bench.json and each job's run folder and log.
 """
 
 import json
@@ -20,12 +19,10 @@ from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.run.idle import WARM_UP, free_value_epochs
-from splitppo.tools.cost import Split, Work, may_move, mean, measured, predict
+from splitppo.run.idle import WARM_UP
+from splitppo.tools.cost import Split, may_move, mean
 from splitppo.tools.runs import as_text, read_columns
 
-# dense bfloat16, without sparsity, of the makers' data sheets
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 DRAWN = 16384  # lengths in a file
 
 
@@ -35,9 +32,9 @@ class Bench:
 
     Args:
         gpus: ranks of each job
-        jobs: Placements, as colocated, 3+1, 2+2/critic (the reference with the critic),
-            2+2/barrier. Unset: colocated, the even split with and without a barrier, and the
-            critic with one rank less and with a quarter of all, with the reference on either side.
+        jobs: Placements, as colocated, 3+1, 2+2/critic (the reference with the critic). Unset:
+            colocated, the even split, and the critic with one rank less and with a quarter of all,
+            with the reference on either side.
         lengths: Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file
             with one a line.
         warmup: Steps that are not measured.
@@ -60,13 +57,10 @@ class Result:
     """What a job measured."""
 
     job: str
-    split: Split
-    work: Work
     # role -> metric -> mean over the measured steps, on the group's first rank
     metrics: dict[str, dict[str, float]]
     tokens_s: float  # prompt and response tokens a second, all ranks
     steps_s: list[float]  # seconds of each step
-    value_epochs: int  # passes of the value model that cost no time
 
     def seconds(self, role: str, *spans: str) -> float:
         """Seconds of a step in these spans."""
@@ -76,11 +70,9 @@ class Result:
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     """A job's split and its flags: all of them, since a preset may set others. A wrong job is a
     UserError."""
-    found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?(/barrier)?", job)
+    found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?", job)
     if not found:
-        raise UserError(
-            f"--jobs {job}: write colocated, 3+1, 3+1/critic, 3+1/barrier or 3+1/critic/barrier"
-        )
+        raise UserError(f"--jobs {job}: write colocated, 3+1 or 3+1/critic")
     split = Split(gpus, 0)
     if found[1]:
         split = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor")
@@ -91,7 +83,7 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     return split, (
         f"--placement.mode {'per_node' if split.critic else 'colocated'} "
         f"--placement.actor {found[1]} --placement.critic {found[2]} "
-        f"--placement.reference {split.reference} --placement.{'' if found[4] else 'no-'}barrier"
+        f"--placement.reference {split.reference}"
     ).split()
 
 
@@ -103,7 +95,7 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     # the critic's ranks: half, one less, a quarter
     sizes = sorted({gpus // 2, max(1, gpus // 2 - 1), max(1, gpus // 4)}, reverse=True)
     free = [f"{gpus - size}+{size}" for size in sizes]
-    return ("colocated", f"{free[0]}/barrier", *free, *(f"{job}/critic" for job in free if movable))
+    return ("colocated", *free, *(f"{job}/critic" for job in free if movable))
 
 
 def lengths_of(given: str) -> list[int]:
@@ -144,7 +136,7 @@ def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> 
 def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
     """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a
     UserError."""
-    split, placement = parse_job(job, bench.gpus)
+    _, placement = parse_job(job, bench.gpus)
     folder = out / job.replace("/", "_")
     log = folder.with_name(f"{folder.name}.log")
     # standalone: a port of its own, so that other jobs may run on the node
@@ -165,34 +157,24 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
     if status:
         error = re.search(r"^error:.*", log.read_text(errors="replace"), re.MULTILINE)
         raise UserError(f"exit {status}: {error[0] if error else f'see {log}'}")
-    return result_of(job, split, folder, bench.warmup)
+    return result_of(job, folder, bench.warmup)
 
 
-def result_of(job: str, split: Split, folder: Path, warmup: int) -> Result:
+def result_of(job: str, folder: Path, warmup: int) -> Result:
     """The figures of a job's run, without its first `warmup` steps."""
     steps = {
         role: [step.metrics for step in column.values()]
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
-    config = parse(["--config", str(folder / "config.toml")], recorded=True)
     last = {role: found[warmup:] for role, found in steps.items()}
     metrics = {
         role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()
     }
     return Result(
         job,
-        split,
-        measured(
-            *(steps[role][warmup - WARM_UP :] for role in ROLES),
-            split=split,
-            batch=config.rollout.batch_size,
-        ),
         metrics,
         tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
         steps_s=[step["timing_s/step"] for step in last["actor"]],
-        value_epochs=free_value_epochs(
-            last["critic"], config.ppo.value_epochs or config.ppo.epochs
-        )[1],
     )
 
 
@@ -208,33 +190,24 @@ def gpu_name() -> str | None:
         return None
 
 
-def table(results: list[Result], gpu: str | None) -> str:
-    """The comparison as it is printed. The cost model predicts from the colocated job, and knows no
-    barrier."""
+def table(results: list[Result]) -> str:
+    """The comparison as it is printed."""
     base = next((result for result in results if result.job == "colocated"), results[0])
-    modelled = [
-        r.job for r in results if base.job == "colocated" and not r.job.endswith("/barrier")
-    ]
-    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in (gpu or "")), None)
     lines = [
         {
             "job": r.job,
             "tokens/s": f"{r.tokens_s:,.0f}",
             "s/step": f"{r.seconds('actor', 'step'):.2f}",
             "from-to": f"{min(r.steps_s):.2f}-{max(r.steps_s):.2f}",
-            "model": f"{predict(base.work, r.split):.2f}" if r.job in modelled else "-",
             "rollout": f"{r.seconds('actor', 'rollout', 'barrier_wait'):.2f}",
             "update": f"{r.seconds('actor', 'update'):.2f}",
             "value upd.": f"{r.seconds('critic', 'update'):.2f}",
             "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
-            "free epochs": "-" if r.job.endswith("/barrier") else str(r.value_epochs),
             # 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
-            "MFU a/c": "/".join(
-                f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update') / peak:.0%}"
+            "update TFLOP/s a/c": "/".join(
+                f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update'):.0f}"
                 for role in ROLES
-            )
-            if peak
-            else "-",
+            ),
             "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
         }
         for r in results
@@ -283,7 +256,7 @@ def main() -> int:
     if results:
         print(
             f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}",
-            table(results, gpu),
+            table(results),
             sep="\n",
         )
     return 0 if len(results) == len(jobs) else 1

@@ -114,12 +114,7 @@ FREE = [
     ["compute.micro-batch-tokens=24", "compute.micro-batch-tokens=90"],
     ["rollout.chunks=1", "rollout.chunks=2", "engine.max-rows=3"],
     ["policy.offload=all", "value.offload=all", "policy.offload=optimizer value.offload=optimizer"],
-    [
-        "reference.offload",
-        "reward.model-offload",
-        "placement.barrier",
-        "placement.reference=critic",
-    ],
+    ["reference.offload", "reward.model-offload", "placement.reference=critic"],
     ["fsdp.shard-size=1", "fsdp.shard-size=2"],
 ]
 MOMENTS = {
@@ -194,7 +189,7 @@ def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
         return False
     at_critic = config.placement.reference == "critic"
     if placement.colocated:
-        return not (config.placement.barrier or at_critic)
+        return not at_critic
     return bool(config.has_value or config.reward.model or at_critic)
 
 

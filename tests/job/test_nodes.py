@@ -236,31 +236,6 @@ def test_all_ranks_of_a_start_get_the_same_restart_count():
     assert together([2, 1, 0]) == [1, 1, 1]
 
 
-def test_what_ranks_have_gathered_leaves_the_store():
-    """A run with placement.barrier gathers in every step."""
-    store = dist.HashStore()
-
-    def play(rank: int, found: list[list[str]]) -> None:
-        ours: Any = object.__new__(Runtime)
-        ours.launch, ours.store, ours.timeout, ours.gathered = (
-            Launch(rank=rank, world=2),
-            store,
-            20.0,
-            [],
-        )
-        for step in range(4):
-            found.append(ours.all_gather(f"step {step}", f"{step}/{rank}"))
-
-    found: list[list[list[str]]] = [[], []]
-    threads = [threading.Thread(target=play, args=[rank, found[rank]]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert found == [[[f"{step}/0", f"{step}/1"] for step in range(4)]] * 2
-    assert store.num_keys() == 1, "what was gathered last"
-
-
 def absent_rank(rank: int) -> str:
     if rank == 1:
         time.sleep(5)

@@ -52,7 +52,6 @@ def test_passes_that_fit_into_the_waits_of_the_next_step(critic, epochs, expecte
         ),
         ("--value.pretrain-steps=4", ""),  # with the passes of pretraining: these say nothing
         ("--ppo.critic-warmup=4", ""),
-        ("--placement.barrier", ""),
     ],
 )  # fmt: skip
 def test_what_a_user_is_told(flags, told):

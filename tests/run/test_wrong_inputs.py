@@ -248,7 +248,6 @@ EARLY = [
     ppo.importance=token needs the trainer's old log-probs ... set one of them back
 --ppo.old-logprobs=engine --rollout.top-k=5 =>
     ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5 ... use top_p 1 and top_k 0
---placement.barrier => placement.barrier is for two groups
 --rollout.lengths={d}/none.txt =>
     rollout.lengths={d}/none.txt: no such file ... name one that every rank
 --rollout.lengths={d}/lengths.txt =>

@@ -269,14 +269,14 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
 
 def test_jobs_are_read_and_wrong_ones_told():
     assert bench.parse_job("colocated", 4)[0] == Split(4, 0)
-    split, flags = bench.parse_job("3+1/critic/barrier", 4)
-    assert (split, flags[-1]) == (Split(3, 1, "critic"), "--placement.barrier")
-    jobs = ("colocated", "2+2/barrier", "2+2", "3+1")
+    split, flags = bench.parse_job("3+1/critic", 4)
+    assert (split, flags[-1]) == (Split(3, 1, "critic"), "critic")
+    jobs = ("colocated", "2+2", "3+1")
     assert bench.default_jobs(4, movable=False) == jobs
     assert bench.default_jobs(4, movable=True) == (*jobs, "2+2/critic", "3+1/critic")
-    assert bench.default_jobs(8, movable=False) == ("colocated", "4+4/barrier", "4+4", "5+3", "6+2")
-    assert bench.default_jobs(3, movable=False) == ("colocated", "2+1/barrier", "2+1")
-    assert bench.default_jobs(2, movable=False) == ("colocated", "1+1/barrier", "1+1")
+    assert bench.default_jobs(8, movable=False) == ("colocated", "4+4", "5+3", "6+2")
+    assert bench.default_jobs(3, movable=False) == ("colocated", "2+1")
+    assert bench.default_jobs(2, movable=False) == ("colocated", "1+1")
     assert bench.default_jobs(1, movable=True) == ("colocated",)
     for wrong, told in (
         ("3+2", "add up to --gpus 4"),
@@ -329,8 +329,7 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     trainer = "--rollout.batch-size 16 --ppo.mini-batches 2 --ppo.kl-coef 0.1 --seed 3".split()
     trainer += ["--ppo.epochs", "2"]
     (tmp_path / "preset.toml").write_text(
-        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\nbarrier = true\n[checkpoint]\n'
-        "every = 2\n"
+        '[placement]\nactor = 1\ncritic = 1\nreference = "critic"\n[checkpoint]\nevery = 2\n'
     )
     trainer += ["--config", str(tmp_path / "preset.toml")]
     argv = "bench --gpus 2 --jobs 1+1 colocated --lengths lognormal:4:12 --warmup 2".split()
@@ -343,9 +342,6 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     record = json.loads((out / "bench.json").read_text())
     split, colocated = record["results"]
-    assert "timing_s/wait_barrier" not in split["metrics"]["actor"], (
-        "the preset's barrier was taken over"
-    )
     lengths = [int(word) for word in (out / "lengths.txt").read_text().split()]
     kinds: Any = {"actor": "policy", "critic": "value"}
     tiny = read_config(str(out / "colocated" / "tiny"))
@@ -373,13 +369,6 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
             "timing_s/step",
         }
         assert not list((out / folder).glob("checkpoints/*")), "the preset's, which nothing reads"
-    assert (split["value_epochs"] >= 2, colocated["value_epochs"]) == (True, 2)
-    heads, *rows = (re.split(" {2,}", line) for line in told.splitlines()[-3:])
-    for row in rows:
-        cells = dict(zip(heads, row, strict=True))
-        assert (float(cells["model"]) > 0, cells["MFU a/c"]) == (True, "-"), (
-            "of CPUs no peak is known"
-        )
     assert split["metrics"]["critic"]["perf/wire_mb"] > 0
     assert "perf/wire_mb" not in colocated["metrics"]["critic"]
     assert bench.main() == 2
@@ -388,13 +377,21 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.ranks
 def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeypatch, capsys):
-    metrics = {role: {"timing_s/step": 1.0, "perf/idle_share": 0.0} for role in ("actor", "critic")}
-    more: Any = {"tokens_s": 9.0, "steps_s": [1.0], "value_epochs": 1}
+    metrics = {
+        role: {
+            "timing_s/step": 1.0,
+            "perf/idle_share": 0.0,
+            "perf/update_tflop": 0.0,
+            "timing_s/update": 1.0,
+        }
+        for role in ("actor", "critic")
+    }
+    more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
 
     def run_job(job: str, *_: Any) -> bench.Result:
         if job == "3+1":
             raise KeyboardInterrupt
-        return bench.Result(job, Split(2, 2), WORK, metrics, **more)
+        return bench.Result(job, metrics, **more)
 
     monkeypatch.setattr(bench, "run_job", run_job)
     argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]
