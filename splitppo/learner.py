@@ -211,8 +211,8 @@ class Learner:
         not finite."""
         named = self.sharded()
         bad = torch.stack([~local(parameter).isfinite().all() for parameter in named.values()])
-        found = self.runner.group.all_max(bad.int().tolist())
-        wrong = [name for name, on_any in zip(named, found, strict=True) if on_any]
+        on_any_rank = self.runner.group.all_max(bad.int().tolist())
+        wrong = [name for name, count in zip(named, on_any_rank, strict=True) if count]
         if wrong:
             raise FloatingPointError(
                 f"weights are not finite: {len(wrong)} tensors, the first of them {wrong[0]}"

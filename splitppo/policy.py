@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.config import Config
 from splitppo.context import Context
 from splitppo.engine import Weights
 from splitppo.errors import UserError, say, warn
@@ -49,7 +48,7 @@ class Policy:
         self.reference = reference
         self.group = learner.runner.group
         self.dtype = dtype
-        self.staleness = Staleness(context.config)
+        self.staleness = Staleness(context)
         self._outputs = outputs
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -258,9 +257,10 @@ class Staleness:
     """With windows, tokens are trained on that former policies sampled: how far the policy has
     moved since, by the tokens' age."""
 
-    def __init__(self, config: Config):
-        self.windows = config.rollout.window > 0
-        self.clip = {"clip_low": config.ppo.clip_low, "clip_high": config.ppo.clip_high}
+    def __init__(self, context: Context):
+        ppo = context.config.ppo
+        self.windows = context.config.rollout.window > 0
+        self.clip = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
 
     def columns(self, rollout: Rollout) -> Fields:
         """What `of_loss` reads of each token, `[N]` by name."""

@@ -476,9 +476,8 @@ def test_how_far_the_policy_has_moved_by_age():
 
 
 def test_a_step_without_rows_says_nothing_of_pretraining():
-    pretraining = Pretraining(
-        Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1)), lambda: None
-    )
+    config = Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1))
+    pretraining = Pretraining(cast(Any, SimpleNamespace(config=config)), lambda: None)
     pretraining.finish(1, None)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 

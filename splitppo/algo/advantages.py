@@ -65,14 +65,15 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
 
 
 def all_moments(
-    all_gather: Callable[[list[list[float]]], list[Any]], own: Sequence[Tensor]
+    all_gather: Callable[[list[list[float]]], list[Any]], figures: Sequence[Tensor]
 ) -> list[Moments]:
     """Moments of each tensor over all ranks' parts of it. `all_gather` gives each rank's list, in
     the ranks' order; every rank has as many tensors."""
-    mine = map(moments, own)
-    parts = all_gather([[float(m.count), float(m.mean), float(m.variance)] for m in mine])
+    parts = all_gather(
+        [[float(m.count), float(m.mean), float(m.variance)] for m in map(moments, figures)]
+    )
     wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
-    return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(own))]
+    return [merge_moments([Moments(*part[i]) for part in wide]) for i in range(len(figures))]
 
 
 def explained_variance(targets: Moments, errors: Moments) -> float:

@@ -71,7 +71,7 @@ class Critic:
         self.learner = baseline.learner
         self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
-        self.pretraining = Pretraining(context.config, pretrained)
+        self.pretraining = Pretraining(context, pretrained)
         self.reward_model = reward_model
         self.reference = reference
         self.group = group
@@ -94,13 +94,9 @@ class Critic:
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts a thread that decodes some rows of a step and starts the reward functions on them.
         They run while the value model does."""
-
-        def start() -> Pending:
-            prompts = map(self.context.prompt, rollout.rows)
-            parts = zip(prompts, rollout.episodes, strict=True)
-            return self.scorer.submit([to_score(self.context, *part) for part in parts])
-
-        started = self.decoder.submit(start)
+        prompts = map(self.context.prompt, rollout.rows)
+        rows = (to_score(self.context, *row) for row in zip(prompts, rollout.episodes, strict=True))
+        started = self.decoder.submit(lambda: self.scorer.submit([*rows]))
         return lambda: started.result()()
 
     def score(self, step: int, rollout: Rollout, pending: Pending) -> ScoredRows:

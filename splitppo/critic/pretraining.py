@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from splitppo.config import Config
+from splitppo.context import Context
 
 
 class Pretraining:
@@ -16,9 +16,9 @@ class Pretraining:
     all ranks of the group call `save`.
     """
 
-    def __init__(self, config: Config, save: Callable[[], object]):
-        self.value = config.value
-        self.warmup = config.ppo.critic_warmup
+    def __init__(self, context: Context, save: Callable[[], object]):
+        self.value = context.config.value
+        self.warmup = context.config.ppo.critic_warmup
         self.save = save
         self.ended = False
         # highest explained variance, steps since then

@@ -36,16 +36,16 @@ class MicroBatch:
     chosen: Tensor  # `[N]` int64, as `before`, in the ids of all ranks of the set
     sequence: SequenceSet | None = None
 
-    def join(self, own: Tensor) -> Tensor:
+    def join(self, piece: Tensor) -> Tensor:
         """What is computed of this rank's response tokens, as `before`, to `[N]` of all."""
         if self.sequence is None:
-            return own
+            return piece
         length = self.inputs["input_ids"].shape[1]
-        return self.whole(own.new_zeros(length).index_copy(0, self.before, own))[self.chosen]
+        return self.whole(piece.new_zeros(length).index_copy(0, self.before, piece))[self.chosen]
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, piece: Tensor) -> Tensor:
         """`[L]` of the ids to a tensor of all ranks' ids."""
-        return self.sequence.join(own) if self.sequence else own
+        return self.sequence.join(piece) if self.sequence else piece
 
 
 def micro_batch(
@@ -75,9 +75,9 @@ def micro_batch(
         first = length * sequence.rank
         for name in ("input_ids", "position_ids"):
             inputs[name] = inputs[name][:, first : first + length]
-        own = (chosen >= first) & (chosen < first + length)
-        before = chosen[own] - first
-        responses = responses[own]
+        here = (chosen >= first) & (chosen < first + length)
+        before = chosen[here] - first
+        responses = responses[here]
         inputs["sequence"] = sequence
     return MicroBatch(
         {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},

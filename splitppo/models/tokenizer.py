@@ -45,7 +45,7 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> di
     chat models one is the end of a turn, another the end of a text. Raises UserError if that file
     is broken."""
     text: Any = config.get_text_config(decoder=True)
-    found = {
+    ids_by_source = {
         "config.json": getattr(text, "eos_token_id", None),
         "the tokenizer": getattr(tokenizer, "eos_token_id", None),
     }
@@ -57,10 +57,10 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> di
                 folder, f"{file.name} is no JSON object ({error})", "fix or remove it"
             ) from error
         check_ids(folder, file.name, stored, text.vocab_size)
-        found[file.name] = stored.get("eos_token_id")
+        ids_by_source[file.name] = stored.get("eos_token_id")
     named = [
         (i, source)
-        for source, ids in found.items()
+        for source, ids in ids_by_source.items()
         for i in ([ids] if isinstance(ids, int) else ids or [])
     ]
     ends = {token: source for token, source in named if 0 <= token < text.vocab_size}
@@ -77,10 +77,11 @@ def turn_end(tokenizer: Any) -> list[int]:
         {"role": "assistant", "content": answer},
     ]
     try:
-        _, found, tail = tokenizer.apply_chat_template(dialogue, tokenize=False).rpartition(answer)
+        text = tokenizer.apply_chat_template(dialogue, tokenize=False)
     except Exception:  # no template, or its code refuses this dialogue, by an error of any kind
         return []
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if found else []
+    _, shown, tail = text.rpartition(answer)
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if shown else []
     return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
 

@@ -109,11 +109,11 @@ class Scorer:
         self._names = display_names(list(self._weights))
         self._failed_score = reward.failed_score
         used = {scored_by(name, source) for name in self._weights for source in data_sources}
-        found = {name: find_function(name) for name in sorted(used - FAST.keys())}
-        self._asks = {name: asks_for(function) for name, function in found.items()}
+        functions = {name: find_function(name) for name in sorted(used - FAST.keys())}
+        self._asks = {name: asks_for(function) for name, function in functions.items()}
         self._pools: dict[str, Pool] = {}
-        for asynchronous in {is_async(function) for function in found.values()}:
-            names = [name for name, own in found.items() if is_async(own) is asynchronous]
+        for asynchronous in {is_async(function) for function in functions.values()}:
+            names = [name for name in functions if is_async(functions[name]) is asynchronous]
             work = Work(
                 partial(handler_of, names), "reward", f"the reward {', '.join(names)}",
                 reward.timeout, asynchronous,
@@ -189,23 +189,23 @@ def count_failures(
     """
     counts, parts = zip(*group.all_gather((rows, failures)), strict=True)
     whole = sum(counts)
-    found = [failure for part in parts for failure in part]
+    every = [failure for part in parts for failure in part]
     if group.is_first:
-        say_failures("[critic] ", found)
-    failed = Counter(failure.function for _, failure in found)
+        say_failures("[critic] ", every)
+    failed = Counter(failure.function for _, failure in every)
     failing = {
         name: [*failing.get(name, ()), whole] for name, count in failed.items() if count == whole
     }
     for name, in_steps in failing.items():
         if never or (len(in_steps) >= FAILING_STEPS and sum(in_steps) >= FAILING_ROWS):
-            cause = next(failure.text for _, failure in found if failure.function == name)
+            cause = next(failure.text for _, failure in every if failure.function == name)
             raise UserError(
                 f"reward {name} failed on every row for {len(in_steps)} "
                 f"step{'s' * (len(in_steps) > 1)}: {cause}; fix it"
             )
-    kinds = Counter(failure.kind for _, failure in found)
+    kinds = Counter(failure.kind for _, failure in every)
     metrics = {
-        "critic/reward_failures": float(len(found)),
+        "critic/reward_failures": float(len(every)),
         **{f"critic/reward_failures/{kind}": float(kinds[kind]) for kind in sorted(kinds)},
     }
     if failed:  # of the function that failed on the most rows

@@ -237,13 +237,13 @@ class Builder:
         """Writes the value model beside the checkpoints, with the tokenizer, for other runs to
         start from."""
         folder = self.folder / "pretrained_value"
-        found = self.resolved.models["value"]
+        model = self.resolved.models["value"]
         weights.save_trained(
-            found.config,
+            model.config,
             "value",
             value.weights(torch.float32),
             folder,
-            found.folder(self.folder),
+            model.folder(self.folder),
             self.resolved.models["policy"].folder(self.folder),
             own_code=self.config.policy.trust_remote_code,
             write=value.runner.group.is_first,
@@ -327,25 +327,25 @@ class Builder:
             return self.shared
         self._begin_phase(f"loading the {name}")
         resolved = self.resolved
-        found = resolved.models[name]
+        facts = resolved.models[name]
         config = self.config
         shares = name == "policy" and config.value.share_base
-        held = [found, resolved.models["value"]] if shares else [found]
-        trainables = [one.trainable for one in held]
+        held = [facts, resolved.models["value"]] if shares else [facts]
+        trainables = [model_facts.trainable for model_facts in held]
         model = build.build(
             held[-1].config,
-            "both" if shares else found.kind,
-            found.trainable.held_in(resolved.dtype),
-            packed=found.packed,
+            "both" if shares else facts.kind,
+            facts.trainable.held_in(resolved.dtype),
+            packed=facts.packed,
         )
-        found.trainable.prepare(model)
+        facts.trainable.prepare(model)
         role = resolved.role_of(name)
         sharding.parallelize(
             model,
             self.runtime.shards[role],
             dtype=resolved.dtype,
             activation_checkpointing=config.compute.activation_checkpointing
-            and found.counts.trained > 0,
+            and facts.counts.trained > 0,
             # a reward model runs over texts of its own: compiling it would take longer than it
             # saves
             compiled=resolved.compiled and name != "reward",
@@ -354,9 +354,9 @@ class Builder:
         )
         weights.fill(
             model,
-            str(found.folder(self.folder)),
+            str(facts.folder(self.folder)),
             device=runner.device,
-            random_init=found.random_init,
+            random_init=facts.random_init,
             head=config.value.head,
             seed=config.seed,
         )

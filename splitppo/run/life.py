@@ -56,12 +56,12 @@ def _begin_folder(
         held = lock.take(Path(chosen))
     folder = Path(runtime.broadcast("run_dir", lambda: chosen, patience=lock.PATIENCE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
-    found = find_checkpoint(config, runtime, folder, inputs)
-    checks.check_adapters(resolved, found)
+    resumed = find_checkpoint(config, runtime, folder, inputs)
+    checks.check_adapters(resolved, resumed)
     if rank == 0:
         for warning in checks.warnings(resolved):
             warn(warning)
-        write_run_files(config, folder, found, inputs, resolved.given)
+        write_run_files(config, folder, resumed, inputs, resolved.given)
         sources.keep_copies(
             config, {name: model.path for name, model in resolved.models.items()}, folder
         )
@@ -82,7 +82,7 @@ def _begin_folder(
         force=True,
     )
     logging.captureWarnings(True)
-    return folder, held, found
+    return folder, held, resumed
 
 
 def find_checkpoint(
@@ -103,22 +103,22 @@ def find_checkpoint(
                 say(moved)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
-        found = checkpoint.candidates(folder, resume)
+        paths = checkpoint.candidates(folder, resume)
         runtime.job.add("splitppo/begun", 1)
-        return "\n".join(map(str, found))
+        return "\n".join(map(str, paths))
 
     def damage_of(folder: Path) -> str:
-        own = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
-        return next(filter(None, runtime.all_gather(f"damage/{folder}", own)), "")
+        damage = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
+        return next(filter(None, runtime.all_gather(f"damage/{folder}", damage)), "")
 
     listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
-    found = checkpoint.choose([*listed], damage_of, report=launch.rank == 0)
+    chosen = checkpoint.choose([*listed], damage_of, report=launch.rank == 0)
     if launch.rank == 0:
-        start = checkpoint.step_of(found) if found else 0
+        start = checkpoint.step_of(chosen) if chosen else 0
         for path in folder.glob("metrics/*.jsonl") if start else ():
             records_until(path, start)  # refuses a broken one now
         checkpoint.tidy(folder, start)
-    return found
+    return chosen
 
 
 def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
@@ -145,13 +145,13 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
     )
 
 
-def check_open_rows(sampler: Sampler, found: Path | None) -> None:
+def check_open_rows(sampler: Sampler, resumed: Path | None) -> None:
     """Raises UserError if rows of this checkpoint go on, and can't in this run."""
-    if found:
+    if resumed:
         files.read_file(
-            found / "actor" / "state.json",
+            resumed / "actor" / "state.json",
             lambda text: sampler.load_state(json.loads(text).get("open", ())),
-            f"remove {found}",
+            f"remove {resumed}",
         )
 
 
@@ -304,8 +304,9 @@ class Run:
         seconds to wait at most for one that may be committed."""
         for saver in self.savers.values() if patience else ():
             saver.commit_written(patience)
-        found = reversed(checkpoint.complete(self.folder))
-        return next((one for one in found if not checkpoint.damage(one, sizes_only=True)), None)
+        newest_first = reversed(checkpoint.complete(self.folder))
+        whole = (path for path in newest_first if not checkpoint.damage(path, sizes_only=True))
+        return next(whole, None)
 
     def end(self) -> None:
         """Waits for the checkpoints and the other group's last update, and prints the run's
@@ -317,8 +318,8 @@ class Run:
         self.runtime.work_done.set()
         self.trackers.close()
         if self.runtime.launch.rank == 0:
-            found = next(notices.follow(self.folder, notices.silent(self.build.resolved)))
-            say(screen.summary(self.folder, self.config, self.last_checkpoint(), found))
+            notice_lines = next(notices.follow(self.folder, notices.silent(self.build.resolved)))
+            say(screen.summary(self.folder, self.config, self.last_checkpoint(), notice_lines))
             if self.stopped:
                 say(
                     f"stopped by {self.stopped}: {checkpoint.complete(self.folder)[-1].name} is "

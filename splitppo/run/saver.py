@@ -162,9 +162,9 @@ class Saver:
             learner = self.learner
             if learner and self.rank == 0:
                 names += learner.trainable.write(partial, learner.model, self.files)
-            own = {name: measure(partial / name) for name in names}
+            measured = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)
-            dist.all_gather_object(files, own, group=self.group)
+            dist.all_gather_object(files, measured, group=self.group)
             if self.rank == 0:
                 write_manifest(
                     partial, self.step, {k: v for held in files for k, v in held.items()}
