@@ -246,6 +246,18 @@ def test_thoughts_are_not_read_for_calls(begun: str, text: str, calls: int):
     assert len(parts(reading(turns, text))) == calls
 
 
+@pytest.mark.parametrize("begun", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_what_the_prompt_says_of_calls_is_no_call(begun: str):
+    """Also where it begins a thought that the template does not show in a turn without one."""
+    template = template_of(FAMILIES["Qwen 2.5"][1], "BEGUN").replace(
+        "{{ tools", "Write <tool_call>your call</tool_call>. {{ tools"
+    )
+    shown = "{% if m.role == 'assistant' %}" + begun + "{% endif %}" if "/" in begun else ""
+    template = template.replace("|>{{ m.content", f"|>{shown}{{{{ m.content")
+    turns = Turns(tokenizer_of_bytes(template.replace("BEGUN", begun)), tools=SCHEMAS)
+    assert "</think>" in begun or len(parts(reading(turns, f"</think>{CALL}"))) == 1
+
+
 def test_bare_json_behind_a_thought():
     turns = Turns(tokenizer_of_bytes(template_of(FAMILIES["Llama 3"][1])), tools=SCHEMAS)
     text = FAMILIES["Llama 3"][2]
