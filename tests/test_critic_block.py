@@ -11,19 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 from critic_arms import deviation_baseline, digits_baseline
-from critic_block import (
-    HELD_OUT,
-    Block,
-    Job,
+from critic_block import Block, Job
+from critic_plan import quotas, write_sums
+from critic_tables import (
     best_rate,
     difference,
     estimate,
     holm,
     mean_of_curve,
+    printed,
+    read_lines,
     student_limit,
     verdict,
-    write_sums,
 )
+from measured import DOCS, read_figures
 
 from splitppo.rollout import Rollout
 
@@ -42,9 +43,11 @@ def test_no_sum_is_trained_on_and_held_out_in_either_order(tmp_path: Path) -> No
     assert {pair for pair, _ in held_out}.isdisjoint(
         pair for pair, _ in sums_of(tmp_path / "training.jsonl")
     )
-    assert len({pair for pair, _ in held_out}) == sum(HELD_OUT.values())
-    counts = {count: [of for _, of in held_out].count(f"addition_{count}") for count in HELD_OUT}
-    assert counts == HELD_OUT
+    assert len({pair for pair, _ in held_out}) == 998
+    sizes = quotas([1, 2, 3, 4])
+    assert sizes == {1: 14, 2: 328, 3: 328, 4: 328}
+    counts = {count: [of for _, of in held_out].count(f"addition_{count}") for count in sizes}
+    assert counts == sizes
 
 
 def critic_of(sources: list[str], samples: int) -> Any:
@@ -127,3 +130,21 @@ def test_the_best_rate_is_of_the_mean_over_seeds() -> None:
     runs = [line("V1", "1e-5", 1, 0.6), line("V1", "1e-5", 2, 0.2), line("V1", "2e-5", 1, 0.5)]
     assert best_rate(runs) == "2e-5"
     assert best_rate([]) is None
+
+
+ENTRIES = {
+    key: entry
+    for key, entry in read_figures()[1].items()
+    if "critic_block.py table docs" in entry["command"]
+}
+
+
+def test_the_page_has_what_the_command_prints() -> None:
+    """Each table of the page; and the plan's commit."""
+    text = printed(*read_lines(DOCS / "critic_block.jsonl"))
+    assert len(ENTRIES) == 6
+    for key, entry in ENTRIES.items():
+        for cells in (entry["columns"], *entry["rows"]):
+            assert f"| {' | '.join(cells)} |" in text, key
+    plan = re.findall(r"Plan: commit (\w+)", text)[0]
+    assert f"`{plan}`" in (DOCS / "critic_study.md").read_text(encoding="utf-8")
