@@ -14,8 +14,9 @@ from splitppo.config import Config
 from splitppo.errors import UserError
 
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
-# settings that earlier versions had -> their value at which a run is as one of this version
-GONE: dict[str, Any] = {"placement.barrier": False, "value.ensemble": 1}
+# settings that earlier versions had -> their values, in TOML, at which a run computes the same as
+# one of this version
+GONE = {"placement.barrier": ("false", "true"), "value.ensemble": ("1",)}
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
@@ -48,7 +49,7 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     settings = {
         name: value
         for name, value in settings.items()
-        if name not in GONE or toml_value(value) != toml_value(GONE[name])
+        if toml_value(value) not in GONE.get(name, ())
     }
     sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
     for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():

@@ -137,10 +137,8 @@ def changes(
             )
         )
         now |= {
-            name: before[name]
-            if before[name] == toml.toml_value(off)
-            else "no setting of this version"
-            for name, off in toml.GONE.items()
+            name: before[name] if before[name] in same else "no setting of this version"
+            for name, same in toml.GONE.items()
             if name in before
         }
     if inputs is not None and free:

@@ -3,11 +3,10 @@ alone.
 
 RUN/models/NAME holds a model's configuration and tokenizer; models that share a folder are there
 once, under the first of their names. RUN/rewards/PATH holds the reward file of the absolute path
-PATH, and the modules that it imports.
+PATH, without the modules that it imports.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,29 +78,15 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
         copy = reward_copy(run, path)
-        for module in () if file.is_relative_to(run.resolve() / "rewards") else _modules(file):
-            beside = copy.parent / module.relative_to(file.parent)
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(module, copy if module == file else beside)
+        if not file.is_relative_to(run.resolve() / "rewards"):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def _without_weights(folder: Path) -> set[Path]:
     """What the tools need of a model's folder beside its weights."""
     patterns = ("config.json", "generation_config.json", *older.TOKENIZER, "*.py")
     return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-
-
-def _modules(file: Path) -> list[Path]:
-    """A Python file, and those beside it that it imports, directly or not. Of a package, all
-    files."""
-    found = [file]
-    for path in found:  # it grows
-        text = path.read_text(errors="replace")
-        imports = re.findall(r"^\s*(?:import|from)\s(.*)", text, re.MULTILINE)
-        for name in re.findall(r"\w+", " ".join(imports)):
-            beside = {file.with_name(f"{name}.py"), *file.with_name(name).rglob("*.py")}
-            found += [module for module in beside - {*found} if module.is_file()]
-    return found
 
 
 def model_folder(config: Config, run: Path, kind: str, *, weights: bool = False) -> Path:

@@ -39,11 +39,8 @@ FLAGS += ["--policy.optim.lr=0.01", "--value.optim.lr=0.01", "--reward.workers=1
 BASE, DATA = "--policy.path=models/base", "--data.files=rows.jsonl"
 HELD_OUT, REWARD = "--data.validation-files=held_out.jsonl", "--reward.function=rewards/rw.py:score"
 SCORE = """
-from helper import weight
-
 def score(data_source, solution_str, ground_truth, extra_info):
-    from package import inner
-    return weight * inner.count(solution_str, ground_truth)
+    return 0.1 * sum(c in ground_truth for c in solution_str)
 """
 TEMPLATE = "{% for message in messages %}{{ message.content }}={% endfor %}"
 
@@ -69,12 +66,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for file, first in (("rows.jsonl", 0), ("held_out.jsonl", 40)):
         rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(first, first + 40)]
         (place / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "rewards" / "package").mkdir(parents=True)
+    (place / "rewards").mkdir()
     (place / "rewards" / "rw.py").write_text(SCORE)
-    (place / "rewards" / "helper.py").write_text("weight = 0.1\n")
-    (place / "rewards" / "other.py").write_text("")
-    count = "def count(text, truth): return sum(c in truth for c in text)\n"
-    (place / "rewards" / "package" / "inner.py").write_text(count)
     given = [*FLAGS, BASE, DATA, HELD_OUT, REWARD]
     assert run_ranks(1, start, str(place), str(place), given) == [0]
     for path in place.iterdir():
@@ -135,7 +128,7 @@ def test_a_run_records_where_it_comes_from_and_what_its_tools_need(kept: tuple[P
     }
     rewards = run.joinpath("rewards", *place.parts[1:], "rewards")
     copied = {str(path.relative_to(rewards)) for path in rewards.rglob("*.py")}
-    assert copied == {"rw.py", "helper.py", "package/inner.py"}
+    assert copied == {"rw.py"}
 
 
 def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
