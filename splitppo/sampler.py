@@ -16,7 +16,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ class Sampler:
         window: tokens that a slot decodes in a step; 0: no windows.
         lengths: of the responses, in the order of the rows, in a benchmark; else empty.
         player: plays the rows' environments.
+        origin: what makes the rows beside their prompts, such as the seed, by name. An open row of
+            a checkpoint goes on only where it is the same.
 
     Attributes:
         streams: which rows a slot has.
@@ -87,7 +89,9 @@ class Sampler:
         window: int = 0,
         lengths: Sequence[int] = (),
         player: Player | SingleTurn = SINGLE_TURN,
+        origin: Mapping[str, object] | None = None,
     ):
+        self.origin = origin or {}
         self.streams = Streams(slots, samples)
         self._prompts = prompts
         self.limit = limit
@@ -159,8 +163,8 @@ class Sampler:
         ]
 
     def state(self, group: Group) -> list[Any]:
-        """The open rows as a checkpoint holds them: number, the row as a message, and the hash of
-        what was asked for. All ranks of the actor group call it; the first one gets the rows."""
+        """The open rows as a checkpoint holds them: number, the row as a message, and the hashes of
+        what made it. All ranks of the actor group call it; the first one gets the rows."""
         if not self.window:
             return []
         parts = [[*self.held.values()], *[[] for _ in range(group.dp_size - 1)]]
@@ -169,15 +173,16 @@ class Sampler:
             [
                 row.row,
                 b64encode(pack_rows([row], logprobs=True).numpy().data).decode(),
-                self._asked(row),
+                self._made_by(row.row),
             ]
             for _, row in sorted(rows.items())
         ]
 
-    def load_state(self, state: Sequence[Any]) -> None:
+    def load_state(self, state: Sequence[Any]) -> set[str]:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
-        then. Raises UserError if there are other slots now, or rows do not go on, have another
-        prompt, or are too long."""
+        then. Returns the names of what makes a row and is not in the state, as an earlier version
+        wrote it. Raises UserError if there are other slots now, or rows do not go on, were made by
+        something else, or are too long."""
         if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
@@ -186,13 +191,17 @@ class Sampler:
         packed = [b64decode(row) for _, row, _ in state]
         rows = unpack_rows(tensor_of(packed, torch.int32))
         longest = max((row.tokens for row in rows), default=0)
-        for row, (*_, asked) in zip(rows, state, strict=True):
-            if row.segments and asked != self._asked(row):
+        unknown: set[str] = set()
+        for row, (*_, recorded) in zip(rows, state, strict=True):
+            before = recorded if isinstance(recorded, dict) else {"prompt": recorded}
+            now = self._made_by(row.row)
+            unknown |= now.keys() - before.keys()
+            others = [name for name in now if before.get(name, now[name]) != now[name]]
+            if row.segments and others:
                 raise UserError(
-                    f"row {row.row} of the checkpoint goes on, and its prompt is another one here"
-                    f" (hash {self._asked(row)}, not {asked}); restore seed, data,"
-                    " rollout.samples and rollout.lengths of its run, or start from its exported"
-                    " policy (splitppo export)"
+                    f"row {row.row} of the checkpoint goes on, and its {', '.join(others)} differ"
+                    " here; restore seed, data, env, rollout.samples and rollout.lengths of its"
+                    " run, or start from its exported policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(
@@ -201,6 +210,7 @@ class Sampler:
                 )
         self.held |= self._by_slot(rows)
         self.open |= {slot: _known(row) for slot, row in self.held.items()}
+        return unknown
 
     def _by_slot(self, rows: Iterable[Episode]) -> dict[int, Episode]:
         return {self.streams.slot(row.row): row for row in rows}
@@ -226,8 +236,15 @@ class Sampler:
         """The length of a row's response in a benchmark."""
         return self.lengths[row % len(self.lengths)] if self.lengths else None
 
-    def _asked(self, row: Episode) -> str:
-        return digest(self.prompt(row.row).tokens, self.length(row.row))
+    def _made_by(self, row: int) -> dict[str, str]:
+        """Hashes of all that makes a row, by name."""
+        prompt = self.prompt(row)
+        return {
+            "prompt": digest(prompt.tokens, self.length(row)),
+            "ground_truth": digest(prompt.data_source, prompt.ground_truth),
+            "extra_info": digest(prompt.extra_info),
+            **{name: digest(value) for name, value in self.origin.items()},
+        }
 
     def new_episode(self, row: int) -> Episode:
         """A row without a token."""

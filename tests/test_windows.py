@@ -5,6 +5,7 @@ import json
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -310,7 +311,7 @@ def test_every_rank_knows_the_rows_that_go_on():
         [4, [], [], []],
         [2, [*range(5)], [-0.5] * 5, [(1, 5)]],
     ]
-    assert len({asked for *_, asked in first[2]}) == 3
+    assert len({made_by["prompt"] for *_, made_by in first[2]}) == 3
     begun = second[3] + first[3]
     assert [[row.row, [*row.response], [*row.logprobs], [*row.stretches]] for row in begun] == rows
     goes_on = sampler_of(OF_ROWS)
@@ -368,6 +369,39 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
             match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data",
         ):
             sampler_of(lengths, asked=asked_for).load_state(state)
+
+
+def test_a_row_goes_on_with_all_that_made_it():
+    made: dict[str, Any] = {"data_source": "a", "ground_truth": "7", "extra_info": {"a": [1]}}
+    origin: dict[str, Any] = {"seed": 1, "environment": ["env.py:Env", "hash"]}
+
+    def made_by(others: dict[str, Any], other_origin: dict[str, Any]) -> Sampler:
+        def asked(row: int) -> Prompt:
+            return replace(prompt(row), **made | others)
+
+        return Sampler(3, asked, limit=20, window=5, origin=origin | other_origin)
+
+    first = made_by({}, {})
+    drawn(first, 1, range(3))
+    first.gather_open(ALONE)
+    state = json.loads(json.dumps(first.state(ALONE)))
+    assert made_by({}, {}).load_state(state) == set()
+    for others, other_origin, name in (
+        ({"ground_truth": 7}, {}, "ground_truth"),
+        ({"data_source": "b"}, {}, "ground_truth"),
+        ({"extra_info": {"a": [2]}}, {}, "extra_info"),
+        ({}, {"seed": 2}, "seed"),
+        ({}, {"environment": ["env.py:Env", "other"]}, "environment"),
+    ):
+        with pytest.raises(UserError, match=rf"row 0 of .* goes on, and its {name} differ"):
+            made_by(others, other_origin).load_state(state)
+    # as earlier versions wrote it: the hash of the prompt alone
+    older = [[row, packed, recorded["prompt"]] for row, packed, recorded in state]
+    unknown = made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
+    assert unknown == {"ground_truth", "extra_info", "seed", "environment"}
+    older[0][2] = "another"
+    with pytest.raises(UserError, match="goes on, and its prompt differ"):
+        made_by({}, {}).load_state(older)
 
 
 def test_slots_follow_the_contexts_that_rank_0_knows():

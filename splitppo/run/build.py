@@ -35,6 +35,7 @@ from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import write_rows
+from splitppo.run.folder import fingerprint
 from splitppo.run.resolve import Model, Resolved
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
@@ -46,6 +47,9 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     rollout = config.rollout
     prompts = training.prompts
     index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
+    named = [config.environment.path or "", *config.env.tools]
+    files = [name.rpartition(":")[0] for name in named]
+    contents = [fingerprint(Path(file)) for file in files if file]
     return Sampler(
         rollout.batch_size,
         lambda number: prompts[index(number)],
@@ -54,6 +58,7 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
         context=rollout.max_context,
         window=rollout.window,
         lengths=data.read_lengths(rollout),
+        origin={"seed": config.seed, "environment": [[*map(os.path.basename, named)], contents]},
     )
 
 

@@ -145,14 +145,20 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
     )
 
 
-def check_open_rows(sampler: Sampler, resumed: Path | None) -> None:
-    """Raises UserError if rows of this checkpoint go on, and can't in this run."""
-    if resumed:
-        files.read_file(
-            resumed / "actor" / "state.json",
-            lambda text: sampler.load_state(json.loads(text).get("open", ())),
-            f"remove {resumed}",
-        )
+def check_open_rows(sampler: Sampler, resumed: Path | None) -> list[str]:
+    """A warning if the checkpoint does not say all that made its open rows. Raises UserError if
+    rows of it go on, and can't in this run."""
+    if resumed is None:
+        return []
+    unknown = files.read_file(
+        resumed / "actor" / "state.json",
+        lambda text: sampler.load_state(json.loads(text).get("open", ())),
+        f"remove {resumed}",
+    )
+    return [
+        f"{resumed} is of an earlier version and has open rows: whether their "
+        f"{', '.join(sorted(unknown))} are the same was not compared"
+    ] * bool(unknown)
 
 
 class Run:
@@ -184,7 +190,9 @@ class Run:
             self.start = checkpoint.step_of(self.resumed) if self.resumed else 0
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
-            check_open_rows(self.build.sampler, self.resumed)
+            for warning in check_open_rows(self.build.sampler, self.resumed):
+                if runtime.launch.rank == 0:
+                    warn(warning)
         except OSError as error:
             raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
         if runtime.launch.rank == 0:

@@ -159,12 +159,17 @@ def dry_run(config: Config, launch: Launch) -> str:
     resolved, (training, validation) = load_data(resolved)
     gpu = memory.gpu_memory(resolved)
     resolved, offloaded = memory.offloaded(resolved, gpu)
+    unsure: list[str] = []
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
         found = checkpoint.find(Path(config.run_dir), config.resume)
-        check_open_rows(build_sampler(resolved, training), found)
+        unsure = check_open_rows(build_sampler(resolved, training), found)
         checks.check_adapters(resolved, found)
-    warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
+    warnings = [
+        *unsure,
+        *checks.warnings(resolved),
+        *rehearse(resolved.config, training.prompts[0]),
+    ]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [
