@@ -32,6 +32,7 @@ from splitppo.run.files import BROKEN, write_whole
 File = tuple[int, int]  # size in bytes, CRC-32
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+GONE = ".gone"
 BLOCK = 2**24  # bytes read at once
 
 
@@ -41,8 +42,10 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     """The step after which a checkpoint was written, from its folder's name; 0 for any other
-    folder."""
-    return int(folder.name[5:]) if re.fullmatch(r"step_\d+", folder.name) else 0
+    folder, such as a user's copy `step_3`."""
+    digits = folder.name.removeprefix("step_")
+    step = int(digits) if re.fullmatch(r"[0-9]{6,}", digits) else 0
+    return step if folder.name == step_folder(folder, step).name else 0
 
 
 def is_complete(folder: Path) -> bool:
@@ -112,7 +115,9 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
     found = complete(run_dir) if resume != "never" else []
     if resume in ("auto", "never"):
         return found
-    folder = Path(resume).resolve()  # a link may have another name
+    folder = Path(resume)
+    # a link, or what it leads to, may have another name
+    folder = folder.absolute() if is_complete(folder) else folder.resolve()
     if not is_complete(folder):
         raise UserError(
             f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder"
@@ -156,15 +161,26 @@ def tidy(run_dir: Path, start: int) -> None:
     ones (all damaged), so that parts of two runs never make one checkpoint."""
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
         if not is_complete(folder):
-            if step_of(folder):
-                warn(f"removed an unfinished checkpoint: {folder}")
-            # any other name was given here, or by the user
-            if re.fullmatch(r"step_\d+(\.gone)?", folder.name):
-                shutil.rmtree(folder)
+            # any other name was given by the user
+            if step_of(folder.with_name(folder.name.removesuffix(GONE))):
+                what = "a link to no" if folder.is_symlink() else "an unfinished"
+                remove(folder)
+                warn(f"removed {what} checkpoint: {folder}")
         elif step_of(folder) > start:
             aside = folder.with_name(f"{folder.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                remove(aside)
             folder.rename(aside)
+            warn(f"renamed a damaged checkpoint: it is {aside} now")
+
+
+def remove(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Removes a folder with its contents; of a link the link alone, since what it leads to is the
+    user's."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
@@ -176,11 +192,11 @@ def prune(run_dir: Path, keep: int, keep_every: int = 0) -> None:
             good += not damage(folder, sizes_only=True)
         elif not keep_every or step_of(folder) % keep_every:
             # not a checkpoint, even if a part of it stays
-            old = folder.with_name(f"{folder.name}.gone")
-            with suppress(FileNotFoundError):  # the other group may remove it, too
+            old = folder.with_name(f"{folder.name}{GONE}")
+            with suppress(OSError):  # the other group may remove it, too
                 folder.rename(old)
                 # a file that another host has open stays on NFS; the next start removes it (`tidy`)
-                shutil.rmtree(old, ignore_errors=True)
+                remove(old, ignore_errors=True)
 
 
 def read_tensors(

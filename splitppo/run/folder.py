@@ -255,7 +255,7 @@ def move_aside(config: Config, *, dry: bool = False) -> str:
     """Moves the run in `run_dir` aside if `resume` is `never`: beside it, to the first free number.
     The folder must be locked, but for a `dry` run, which moves nothing. Returns a line that says
     so; "" if no run is there."""
-    folder = Path(os.path.abspath(config.run_dir or ""))
+    folder = Path(os.path.realpath(config.run_dir or ""))
     if config.run_dir is None or config.resume != "never" or not cli.has_steps(folder):
         return ""
     aside = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())

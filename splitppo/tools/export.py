@@ -14,7 +14,7 @@ from splitppo.config import Config
 from splitppo.config.cli import map_paths, parse
 from splitppo.config.toml import to_toml
 from splitppo.errors import UserError
-from splitppo.tools.runs import read_columns
+from splitppo.tools.runs import check_folder, read_columns
 
 PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model that they hold
 # in a card
@@ -87,6 +87,7 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     newest. Raises UserError if none is there and whole."""
     from splitppo.run.checkpoint import complete, damage, step_of
 
+    check_folder(run, file="config.toml")
     found = {step_of(folder): folder for folder in complete(run)}
     if not found:
         raise UserError(

@@ -20,7 +20,7 @@ from splitppo.tools.cost import (
     splits,
     window_advice,
 )
-from splitppo.tools.runs import read_columns
+from splitppo.tools.runs import check_folder, read_columns
 
 
 def plan(
@@ -63,10 +63,7 @@ def plan(
 
 def from_run(run: Path, gpus: int | None) -> list[str]:
     """What a run's phases predict. A folder of no run is a UserError."""
-    if not (run / "config.toml").is_file():
-        raise UserError(
-            f"{run} is no run folder: config.toml is missing; name RUN of a run that began"
-        )
+    check_folder(run, file="config.toml")
     config = parse(["--config", str(run / "config.toml")], recorded=True)
     if config.rollout.window:
         raise UserError(

@@ -59,6 +59,17 @@ class Run(NamedTuple):
     given: Collection[str] | None = None  # the settings that the user set; None: not recorded
 
 
+def check_folder(run: Path, *, file: str = "") -> None:
+    """Raises UserError if there is no such folder, or it lacks a `file` that a run writes."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder (from {Path.cwd()}); name the folder of a run")
+    if file and not (run / file).is_file():
+        raise UserError(
+            f"{run} is no run folder: {file} is missing; name RUN of a run that began"
+            + ", not a checkpoint of it" * (run / "actor").is_dir()
+        )
+
+
 def read_column(path: Path) -> Column:
     """The steps of a metrics file; {} without a file. A resumed run does steps again: a step's last
     record counts."""
@@ -108,6 +119,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     runs = []
     for folder, name, colour in zip(folders, names, COLOURS, strict=False):
+        check_folder(folder)
         columns = read_columns(folder)
         if not columns[0]:
             raise UserError(

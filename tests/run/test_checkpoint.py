@@ -210,7 +210,7 @@ def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path, capsys):
         made_up(tmp_path, step)
     made_up(tmp_path, 5, ["actor"])
     folder = tmp_path / "checkpoints"
-    for name in ("step_000000.gone", "step_000004.damaged", "step_000009.mine"):
+    for name in ("step_000006.gone", "step_000004.damaged", "step_000009.mine"):
         (folder / name / "old").mkdir(parents=True)
     checkpoint.tidy(tmp_path, 2)
     left = [
@@ -221,11 +221,50 @@ def test_what_earlier_runs_left_is_removed_or_put_aside(tmp_path, capsys):
         "step_000009.mine",
     ]
     assert there(tmp_path) == left
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
-        str(folder / "step_000005")
-    ]
+    said = capsys.readouterr().out
+    assert all(f"{folder / name}" in said for name in ("step_000005", "step_000003.damaged"))
     assert not (folder / "step_000004.damaged" / "old").exists(), "the one before is in the way"
     assert (folder / "step_000009.mine" / "old").is_dir()
+
+
+def test_of_links_the_link_alone_is_removed_and_a_users_copies_stay(tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3, 4, 5, 6):
+        made_up(tmp_path, step)
+    for step in (1, 5):  # as who moves them to a larger disk does
+        (folder / f"step_{step:06d}").rename(elsewhere.with_name(f"elsewhere_{step}"))
+        (folder / f"step_{step:06d}").symlink_to(elsewhere.with_name(f"elsewhere_{step}"))
+    shutil.rmtree(tmp_path / "elsewhere_5" / "critic")
+    for name, target in (
+        ("step_000007", "nowhere"),
+        ("step_000008", "step_000008"),
+        ("step_000006.gone", "../elsewhere_1"),
+        ("step_000006.damaged", "../elsewhere_1"),
+        ("step_latest", "step_000003"),
+    ):
+        (folder / name).symlink_to(target)
+    copies = [
+        "step_3",
+        "step_0000009",
+        "step_\u0660\u0660\u0660\u0660\u0660\u0663",
+        "step_000003 (copy)",
+    ]
+    kept = [*copies, "step_latest"]
+    for name in copies:
+        shutil.copytree(folder / "step_000003", folder / name)
+    checkpoint.tidy(tmp_path, 4)
+    assert there(tmp_path) == sorted(
+        [*(f"step_00000{step}" for step in (1, 2, 3, 4)), "step_000006.damaged", *kept]
+    )
+    said = capsys.readouterr().out
+    assert "a link to no checkpoint" in said
+    assert "step_3" not in said
+    checkpoint.tidy(tmp_path, 4)  # a later start
+    checkpoint.prune(tmp_path, 1)
+    assert there(tmp_path) == sorted(["step_000004", "step_000006.damaged", *kept])
+    assert (tmp_path / "elsewhere_1" / "actor").is_dir()
+    assert (tmp_path / "elsewhere_5" / "actor").is_dir()
 
 
 def test_prune_keeps_the_newest_and_every_nth(tmp_path):

@@ -114,7 +114,7 @@ MISTAKES = {
         ["ppo.lam", "1.0", "0.5", "--force"],
     ),
     "a report of no run": ("report nowhere", ["nowhere"]),
-    "an export of no run": ("export nowhere", ["nowhere", "checkpoint"]),
+    "an export of no run": ("export nowhere", ["nowhere", "no such folder"]),
     "a chat with no run": ("chat nowhere", ["nowhere"]),
     "a plan from a run that is too short": ("plan run", ["run", "steps"]),
     "no such data set": ("prepare gsm9k", ["gsm9k", "gsm8k"]),

@@ -324,11 +324,11 @@ def test_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     for args, says in (
         ([], "./runs holds no run with metrics"),
-        (["nowhere"], "nowhere has no step in metrics/actor.jsonl"),
+        (["nowhere"], "nowhere: no such folder"),
         (["empty"], "empty has no step in metrics/actor.jsonl"),
         ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
         ([str(run), "--out", "no/page.html"], "no/page.html: No such file or directory"),
-        ([str(run), "nowhere"], "nowhere has no step in metrics/actor.jsonl"),
+        ([str(run), "nowhere"], "nowhere: no such folder"),
         ([str(run), "empty", "--step", "1"], "--step 1 is for one run"),
         ([str(run)] * 11, "11 runs: at most 10"),
     ):
