@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from splitppo.errors import UserError
+from splitppo.errors import UserError, say
 from splitppo.job.launch import Launch
+
+START = "start all ranks with torchrun, or unset RANK and WORLD_SIZE for one process alone"
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,44 @@ class Peer:
         )
 
 
-def connect(timeout: timedelta) -> dist.Store:
-    """torchrun's key-value store; without torchrun, a store of this process alone."""
-    launched = "RANK" in os.environ
-    return next(rendezvous("env://", timeout=timeout))[0] if launched else dist.HashStore()
+def is_by_torchrun() -> bool:
+    """Whether torchrun started this rank, and holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The job's key-value store: torchrun's, or rank 0's where another launcher, or a variable of
+    the shell, gives the ranks; a process alone has its own. Raises UserError if it can't be
+    reached."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        if is_by_torchrun():
+            return next(rendezvous("env://", timeout=timeout))[0]
+        if launch.rank == 0 and launch.world > 1:
+            say(
+                f"WORLD_SIZE={launch.world} without torchrun: waits up to "
+                f"{timeout.total_seconds():g} s for the other ranks"
+            )
+        # `join` waits for the ranks, and names those that do not come
+        return dist.TCPStore(
+            host, port, launch.world, launch.rank == 0, timeout,
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {launch.rank} of {launch.world}: no connection to "
+            f"MASTER_ADDR:MASTER_PORT={host}:{port} ({str(error).partition(chr(10))[0]}); {START}"
+        ) from error
 
 
 def join(
     store: dist.Store, launch: Launch, own: Peer, timeout: timedelta
 ) -> tuple[int, list[Peer]]:
     """Waits for all ranks to start. Returns how often they have been restarted, and all peers.
-    Raises RuntimeError, which names the ranks that did not start in time.
+    Raises an error that names the ranks that did not start in time: RuntimeError if torchrun starts
+    them, else UserError.
 
     torchrun's store outlives a restart, and TORCHELASTIC_RESTART_COUNT differs between nodes. So
     rank 0 counts the starts and answers every ticket that another rank draws with its count.
@@ -67,6 +96,7 @@ def join(
     text = json.dumps(asdict(own))
     seconds = timeout.total_seconds()
     waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
+    kind, remedy = (RuntimeError, "") if is_by_torchrun() else (UserError, f"; {START}")
     if launch.rank:
         ticket = f"splitppo/ticket/{store.add('splitppo/tickets', 1)}"
         try:
@@ -75,8 +105,8 @@ def join(
             store.set(f"splitppo/start_{count}/{launch.rank}", text)
             store.wait([f"splitppo/start_{count}"], timeout)
         except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"{waited} rank 0 to find all ranks; see the output of rank 0"
+            raise kind(
+                f"{waited} rank 0 to find all ranks; see the output of rank 0{remedy}"
             ) from error
     else:
         count = store.add("splitppo/starts", 1) - 1
@@ -91,9 +121,10 @@ def join(
                     for i, key in enumerate(keys)
                     if store.check([key])
                 }
-                raise RuntimeError(
+                raise kind(
                     f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start;"
                     f" those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
+                    f"{remedy}"
                 )
             while answered < store.add("splitppo/tickets", 0):
                 answered += 1

@@ -63,7 +63,7 @@ class Runtime:
             torch.cuda.set_device(device)
         # starting takes longer than a message
         startup = timedelta(seconds=min(max(timeout, 60.0), STARTUP_LIMIT))
-        shared: Any = connect(startup)
+        shared: Any = connect(launch, startup)
         restart, peers = join(shared, launch, Peer.of_this_process(device), startup)
         self.hosts = [peer.host for peer in peers]
         self.devices = [peer.device for peer in peers]

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import socket
 import threading
 import time
 import types
@@ -259,6 +260,24 @@ def test_a_rank_that_does_not_start_is_named():
         r"rank 0 on .* waited 2 s for ranks \[1\], which did not start; those that did: 0 on .*",
         said,
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_a_variable_of_the_shell_makes_ends_in_one_line(rank, monkeypatch):
+    """No torchrun: RANK and WORLD_SIZE are those that some images set."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if rank:
+            taken.close()
+        for name, value in {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(UserError, match=f"rank {rank} of 2: .*127.0.0.1:{port} .*; start all"):
+            nodes.connect(Launch(rank, 2, rank, 2), timedelta(seconds=1))
+
+
+def test_without_torchrun_a_rank_that_does_not_come_ends_in_one_line():
+    with pytest.raises(UserError, match=r"for ranks \[1\], .*; start all ranks with torchrun"):
+        join(dist.HashStore(), Launch(0, 2, 0, 2), peer("n0"), timedelta(0))
 
 
 def unlike_rank(rank: int, run_dir: str) -> tuple[int, str]:
