@@ -5,24 +5,29 @@ file is imported: the settings name what is in it, `path/to/file.py:name`.
 A worker imports this package: no torch, no numpy.
 """
 
-import functools
 import importlib.util
 import inspect
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from splitppo.errors import UserError, one_line, say
+from splitppo.job.child import last_words
 
 # Answers a worker's messages: called with each, it returns the user's result, or an awaitable of
 # it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
 
+# a user's process has ended, and what it said of that is on its standard error
+ENDED = (BrokenExecutor, EOFError, ConnectionError, subprocess.SubprocessError)
 # how the names of modules begin that are imported from a user's file
 IMPORTED = "splitppo_reward_"
 FLOAT32_MAX = 3.4028234663852886e38  # the largest number that a user's function may return
@@ -63,7 +68,8 @@ class Work:
     def failed(self, error: BaseException) -> Failure:
         """The failure of a call that raised `error`."""
         if not (self.memory and isinstance(error, MemoryError)):
-            return Failure("", "error", describe(error))
+            printed = last_words() if is_of_process(error) else ""
+            return Failure("", "error", describe(error) + f"; it printed {printed}" * bool(printed))
         return Failure(
             "",
             "memory",
@@ -123,17 +129,25 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
     return getattr(module, name)
 
 
-@functools.cache  # imports a file once: its top level may load a model
+class UsersFiles:
+    """Finds modules whose names hold their files' paths: two files may be called reward.py. A
+    process that a user's function starts imports this package, and then finds them, too."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> ModuleSpec | None:
+        if not name.startswith(IMPORTED):
+            return None
+        file = os.fsdecode(bytes.fromhex(name.removeprefix(IMPORTED)))
+        return importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(cast(Any, UsersFiles))
+
+
 def _import_file(file: Path) -> ModuleType:
     # the file may import modules beside it; last, so that they hide no library
     sys.path += {str(file.parent)} - {*sys.path}
-    # a name of its own in sys.modules, where dataclasses and pickle look it up: two files may be
-    # called reward.py
-    name = f"{IMPORTED}{file.stem}_{hash(file)}"
-    spec: Any = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"{IMPORTED}{os.fsencode(file).hex()}")
 
 
 def describe(error: BaseException) -> str:
@@ -146,6 +160,13 @@ def describe(error: BaseException) -> str:
     own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
     frame, line = (own or frames)[-1]
     return f"{text} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def is_of_process(error: BaseException | None) -> bool:
+    """Whether the error, or one that led to it, says that a process of the user's has ended."""
+    return error is not None and (
+        isinstance(error, ENDED) or is_of_process(error.__cause__ or error.__context__)
+    )
 
 
 def is_async(function: Any) -> bool:

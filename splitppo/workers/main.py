@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
-from splitppo.job.child import keep
+from splitppo.job.child import forget_words, keep
 from splitppo.workers import Handler, Work, awaited
 
 
@@ -30,6 +30,7 @@ def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
     with asyncio.Runner() as runner:
         while True:
             key, *message = connection.recv()
+            forget_words()
             try:
                 result, read = handler(*message)
                 answer = read(runner.run(awaited(result)))

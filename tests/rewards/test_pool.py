@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from devices import needs
+from tiers import wide
 
 from splitppo.config import RewardConfig
 from splitppo.errors import UserError
@@ -90,6 +91,35 @@ def asks(data_source, solution_str, ground_truth, extra_info, prompt="none"):
 def any_name(**row):
     return "prompt" in row
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+def measure(text):
+    if text == "killed":
+        os.kill(os.getpid(), 9)
+    if text == "die":
+        os.write(2, b"no space for the tables\\n")
+        os._exit(3)
+    return len(text)
+
+def refuse():
+    raise LookupError("no licence file")
+
+class Unread:
+    def __reduce__(self):
+        return int, ("of no use",)
+
+def in_process(method):
+    def function(solution_str, **_):
+        initializer = refuse if solution_str == "refuse" else None
+        with ProcessPoolExecutor(1, get_context(method), initializer) as pool:
+            given = Unread() if solution_str == "unread" else solution_str
+            return pool.submit(measure, given).result()
+    return function
+spawned = in_process("spawn")
+forkserver = in_process("forkserver")
+forked = in_process("fork")
+
 class Judge:
     async def __call__(self, *, data_source, solution_str, ground_truth, extra_info):
         return 7
@@ -117,6 +147,17 @@ def scorer(
 
 def rows(*texts: str, source: str = "echo", truth: Any = "314") -> list[tuple[Prompt, str]]:
     return [(Prompt("314=", [1, 2], source, truth, {"index": 7}), text) for text in texts]
+
+
+@pytest.mark.parametrize("method", ["spawned", wide("forked"), wide("forkserver")])
+def test_what_ended_a_process_that_a_function_started_is_said(file: Path, method: str) -> None:
+    with scorer(f"{file}:{method}") as one:
+        found = one.submit(rows("abc", "die", "refuse", "unread", "abcd", "killed"))()
+    assert kinds(found) == ["3", "error", "error", "error", "4", "error"]
+    causes = ("no space for the tables", "LookupError: no licence file", "ValueError: invalid lit")
+    for row, cause in zip(found[1:4], causes, strict=True):
+        assert f"; it printed {cause}" in row.failures[0].text
+    assert "it printed" not in found[5].failures[0].text, "nor what others printed"
 
 
 def kinds(scored: Sequence[Scored]) -> list[str]:
