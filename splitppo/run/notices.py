@@ -116,13 +116,19 @@ def silent(resolved: Resolved) -> set[str]:
     """The sentences that say nothing of this run: its settings ask for what they warn of."""
     config = resolved.config
     unscored = config.reward.function == ("none",) and not config.reward.model
-    own = resolved.models["policy"] if resolved.config.base_is_reference else None
-    reference = resolved.models.get("reference", own)
+    policy = resolved.models["policy"]
+    reference = resolved.models.get("reference", policy if config.base_is_reference else None)
+    # another model, and no earlier state of the policy: to follow it is what is learned
+    is_teacher = (
+        reference is not None
+        and reference.name != policy.name
+        and (unscored or reference.parameters != policy.parameters)
+    )
     found = {
         "nothing": unscored,
-        "flat": unscored,
+        "flat": unscored or is_teacher,
         "cut": not config.data.chat and not config.rollout.stop,  # texts go on to the limit
-        "kl": reference and (reference.name == "tiny" or reference.random_init),
+        "kl": is_teacher or (reference and (reference.name == "tiny" or reference.random_init)),
     }
     return {name for name, holds in found.items() if holds}
 

@@ -5,7 +5,8 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -168,6 +169,25 @@ def test_a_run_that_is_meant_to_be_so_is_not_warned(flags: str, expected: set[st
         )
         == expected
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "function", "expected"),
+    [
+        ("teacher", 7, "exact_match", {"flat", "kl"}),
+        ("teacher", 5, "none", {"flat", "kl", "nothing"}),
+        ("earlier", 5, "exact_match", set()),
+        ("policy", 5, "exact_match", set()),
+    ],
+)
+def test_a_run_that_follows_a_teacher_is_not_told_to_stay_near(
+    name: str, parameters: int, function: str, expected: set[str]
+) -> None:
+    config = parse(["--policy.path", "policy", "--reward.function", function])
+    policy = SimpleNamespace(name="policy", parameters=5, random_init=False)
+    reference = SimpleNamespace(name=name, parameters=parameters, random_init=False)
+    models = {"policy": policy, "reference": reference}
+    assert silent(cast(Any, SimpleNamespace(config=config, models=models))) == expected
 
 
 @pytest.mark.parametrize("run", json.loads(PATH.read_text()), ids=lambda run: run["flags"])
