@@ -1,6 +1,7 @@
 """The package's rooms import one way, downward, and no file imports in a circle."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -55,6 +56,18 @@ GRAPH = {module: imports(module) for module in FILES}
 def test_every_room_has_a_floor():
     assert {module.split(".")[0] for module in FILES} == set(FLOOR)
     assert "rollout" in GRAPH["models.runner"], "imports are not found"
+
+
+def test_flags_in_messages_are_written_as_the_help_writes_them():
+    texts = {
+        f"{module}: {text}"
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for text in re.findall(r"(?<!\w)--[a-z][\w.-]*_\w*", node.value)
+    }
+    # torchrun's flag, in the texts of --help and of modules
+    assert {text for text in texts if "--nproc_per_node" not in text} == set()
 
 
 def test_imports_go_down():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial, wraps
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,21 @@ def read_flags(
         if not stop.code:
             raise
         # without the colours that tyro writes for a terminal
-        raise UserError(_message_of(re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()))) from stop
+        message = _message_of(re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()))
+        raise UserError(_switch_with_value(args, message) or message) from stop
+
+
+def _switch_with_value(args: Sequence[str], message: str) -> str:
+    """What to write for a flag that is on or off, if tyro does not know the value behind one."""
+    for word, following in pairwise([*args, ""]):
+        name, _, value = word.partition("=")
+        value = value or following
+        unknown = rf"Unrecognized options: {re.escape(value)}[;,]"
+        if name.startswith("--") and re.match(unknown, message):
+            setting = re.sub(r"(^--|\.)no-", r"\1", name).removeprefix("--")
+            on, off = (toml.as_flag(setting, state)[0] for state in (True, False))
+            return f"{name} takes no value, and {value} follows: write {on} or {off}"
+    return ""
 
 
 def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Callable[[], Any]:

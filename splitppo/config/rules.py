@@ -10,7 +10,7 @@ from typing import Any
 from splitppo.config import OF_VALUES, Config
 from splitppo.config.optional import of_adapters, of_environments, of_sets
 from splitppo.config.toml import leaves
-from splitppo.errors import UserError
+from splitppo.errors import UserError, unique_names
 
 # Test of a value, the rule in words, the settings that must pass. None (off) always passes.
 RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
@@ -359,6 +359,6 @@ def _use(rows: int, unit: int) -> str:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text, object_pairs_hook=unique_names), dict)
     except (ValueError, RecursionError):
         return False

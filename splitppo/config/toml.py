@@ -39,7 +39,7 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
         own = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
         raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(own)}")
     try:
-        settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
+        settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))))
     # ValueError: TOMLDecodeError, or bytes that are no text
     except (ValueError, RecursionError) as error:
         raise UserError(
@@ -80,13 +80,20 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "see --help"
 
 
+def flag(name: str) -> str:
+    """A setting's flag, as messages and commands write it."""
+    return "--" + name.replace("_", "-")
+
+
 def as_flag(name: str, value: Any) -> list[str]:
     """A setting as arguments of the command line."""
-    flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
-        head, dot, tail = flag[2:].rpartition(".")
-        return [flag if value else f"--{head}{dot}no-{tail}"]
-    return [flag, *(str(item) for item in (value if isinstance(value, list | tuple) else [value]))]
+        head, dot, tail = name.rpartition(".")
+        return [flag(name if value else f"{head}{dot}no-{tail}")]
+    return [
+        flag(name),
+        *(str(item) for item in (value if isinstance(value, list | tuple) else [value])),
+    ]
 
 
 def to_toml(config: Any) -> str:

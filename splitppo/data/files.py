@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.config import DataConfig, RolloutConfig
-from splitppo.config.toml import leaves
+from splitppo.config.toml import flag, leaves
 from splitppo.data.raw import parse_json, raw_rows
 from splitppo.errors import UserError
 
@@ -57,7 +57,7 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         except UserError as error:
             yield error
     if not number:
-        raise UserError(f"{file} holds no rows; remove it from --{setting}")
+        raise UserError(f"{file} holds no rows; remove it from {flag(setting)}")
 
 
 def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
@@ -84,7 +84,7 @@ def _check_row(config: DataConfig, file: Path, where: str, columns: Any) -> Row:
     if config.answer_key and (truth is None or truth != truth):
         raise UserError(
             f"data.answer_key={config.answer_key}: {where} has {json.dumps(truth)} there; "
-            "fill it in, or set --data.answer_key '' if the reward needs no answer"
+            "fill it in, or set --data.answer-key '' if the reward needs no answer"
         )
     source = columns.get("data_source")
     extra = columns.get("extra_info")
@@ -159,7 +159,8 @@ def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             raise UserError(
                 f"data.{field}={key}: {where} has no such column; "
-                f"columns: {', '.join(name for name, _ in leaves(columns))}; set --data.{field}"
+                f"columns: {', '.join(name for name, _ in leaves(columns))}; "
+                f"set {flag(f'data.{field}')}"
                 + (", or '' if the reward needs no answer" if field == "answer_key" else "")
             )
         value = value[part]
@@ -206,7 +207,7 @@ def read_lengths(config: RolloutConfig) -> list[int]:
             f"rollout.lengths={file}: no such file (from {Path.cwd()}); "
             "name one that every rank can read"
         )
-    lengths = Path(file).read_text(errors="replace").split()
+    lengths = Path(file).read_text(encoding="utf-8-sig", errors="replace").split()
     for number, length in enumerate(lengths, 1):
         if not (
             length.isascii() and length.isdecimal() and 1 <= int(length) <= config.max_new_tokens

@@ -324,7 +324,7 @@ def _fit(
     if config.overlong == "refuse" or not kept:
         raise UserError(
             f"{what}; the first is {rows[first].where} ({over[first]} tokens): "
-            f"set --rollout.max_prompt_tokens {max(over.values())}, "
+            f"set --rollout.max-prompt-tokens {max(over.values())}, "
             "or --data.overlong to filter or cut"
         )
     return kept, [

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from splitppo.config import LoraConfig
+from splitppo.config.toml import flag
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.cost import Cost
@@ -264,7 +265,7 @@ def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
         if found.get(key) != due:
             raise UserError(
                 f"{own}.{name}={due}: the adapter in {folder} has {found.get(key)}; "
-                f"set --{own}.{name} {found.get(key)}"
+                f"set {flag(f'{own}.{name}')} {found.get(key)}"
             )
     if others := [name for name in OTHER_KINDS if found.get(name)]:
         raise UserError(

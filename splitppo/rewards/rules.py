@@ -111,7 +111,7 @@ def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:
     if not truth.strip():
         raise UserError(
             f"ground truth {ground_truth!r} of data_source {data_source!r}: the reward rule {rule} "
-            f"needs {need}; set --reward.function or --data.answer_key"
+            f"needs {need}; set --reward.function or --data.answer-key"
         )
     return truth
 
@@ -131,6 +131,6 @@ def _last_equals(
     if truth is None:
         raise UserError(
             f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward "
-            f"rule {rule} needs a number; set --reward.function or --data.answer_key"
+            f"rule {rule} needs a number; set --reward.function or --data.answer-key"
         )
     return float(bool(found) and _value(found[-1]) == _value(truth))

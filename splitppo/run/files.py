@@ -26,7 +26,8 @@ def read_file(path: Path, parse: Callable[[str], Any], remedy: str) -> Any:
     """Returns `parse(text)` of a file's text. Raises UserError if the file can't be read or
     parsed."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        # Windows' editors put a byte-order mark before UTF-8
+        return parse(path.read_text(encoding="utf-8-sig"))
     except BROKEN as error:
         raise UserError(
             f"{path} can't be read ({type(error).__name__}: {error}); {remedy}"

@@ -234,7 +234,7 @@ def facts_of(config: Config) -> dict[str, str]:
         nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
         found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
     return found | {
-        f"--{name}": str(value)
+        toml.flag(name): str(value)
         for name, value in toml.leaves(asdict(config))
         if name not in MAY_DIFFER
     }

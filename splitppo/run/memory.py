@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from splitppo.config.optional import of_adapters
+from splitppo.config.toml import flag
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
@@ -211,8 +212,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         ("fsdp", "tensor_parallel", trainer, whole),
     ]
     for table, name, setting, _ in filter(itemgetter(3), found):
-        flag = f"--{table}.{name}".replace("_", "-") + ("" if setting is True else f" {setting}")
-        yield flag, with_setting(resolved, table, name, setting)
+        chosen = flag(f"{table}.{name}") + ("" if setting is True else f" {setting}")
+        yield chosen, with_setting(resolved, table, name, setting)
 
 
 def _shards(resolved: Resolved, name: str) -> int:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, dynamic_module_utils
 
 from splitppo.config import Config, DataConfig, Offload, PolicyConfig, ValueConfig
 from splitppo.config.cli import map_paths
+from splitppo.config.toml import flag
 from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
@@ -334,7 +335,7 @@ def _packs(config: Config, name: str, model: Model) -> bool:
         setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
         raise UserError(
             f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
-            f"cut: {why}; set --{setting.replace('_', '-')} 1"
+            f"cut: {why}; set {flag(setting)} 1"
         )
     if why and model.packed and config.compute.packing == "on":
         raise UserError(

@@ -23,9 +23,11 @@ def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) 
         raise UserError(
             f"--out {out}: exists and is not complete; remove it or choose another --out"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+    # on the same disk, but no new folder stays if the building fails
+    above = next(path for path in out.absolute().parents if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=above) as scratch:
         done = build(Path(scratch) / "new")
+        out.parent.mkdir(parents=True, exist_ok=True)
         (Path(scratch) / "new").rename(out)
     print(done)
 

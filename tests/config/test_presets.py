@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -41,6 +42,7 @@ from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rewards.functions import check_rewards, find_function, read_result
 from splitppo.rewards.scorer import Scorer
 from splitppo.rollout import Prompt
+from splitppo.run.files import read_file
 from splitppo.tools import bench
 
 ROOT = Path(__file__).parents[2]
@@ -580,3 +582,12 @@ def test_trls_settings_run(tmp_path: Path, small: dict[str, Path]) -> None:
 def test_the_tokenizer_of_small_has_a_template(small: dict[str, Path]) -> None:
     """Else the dry runs above would not show that message prompts are read."""
     assert AutoTokenizer.from_pretrained(small["policy"]).chat_template == CHAT
+
+
+def test_a_preset_that_an_editor_of_windows_wrote(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text("seed = 7\n[data]\nchat = false\n", encoding="utf-8-sig")
+    config = parse([f"--config={preset}"])
+    assert (config.seed, config.data.chat) == (7, False)
+    (tmp_path / "config.toml").write_text("seed = 7\n", encoding="utf-8-sig")
+    assert read_file(tmp_path / "config.toml", tomllib.loads, "fix it") == {"seed": 7}

@@ -159,7 +159,7 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
         ),
         (
             [ROW, {"prompt": "1=", "x": {"y": 1}}],
-            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer_key, "
+            r"data\.answer_key=answer: .* row 2 .* columns: prompt, x\.y; set --data\.answer-key, "
             r"or ''",
         ),
         ([ROW, {**ROW, "answer": None}], r"data\.answer_key=answer: .*row 2 has null there"),

@@ -50,6 +50,9 @@ def cases(text: str) -> list[tuple[list[str], list[str]]]:
 FLAGS = cases(r"""
 --steps=x => --steps ... 'x'
 --steps=1.5 => --steps ... '1.5'
+--data.chat False => --data.chat takes no value ... False ... --data.chat or --data.no-chat
+--ppo.no-whiten=0 --steps 2 => --ppo.whiten or --ppo.no-whiten
+--checkpoint.last yes --data.chat no => --checkpoint.last or --checkpoint.no-last
 --rollout.bath-size=8 => --rollout.bath-size ... --rollout.batch-size
 --engine.kind=sglang => --engine.kind ... sglang
 --policy.optim.schedule=step => --policy.optim.schedule ... step
@@ -446,7 +449,7 @@ DATA = cases(r"""
     lower the latter
 --data.files={d}/good.jsonl --rollout.max-prompt-tokens=5 --reward.function=exact_match =>
     rollout.max_prompt_tokens=5 ... good.jsonl row 2 (9 tokens) ... set
-    --rollout.max_prompt_tokens 9
+    --rollout.max-prompt-tokens 9
 --data.files={d}/good.jsonl --reward.function=last_number =>
     good.jsonl row 2: ground truth 'blue' ... last_number needs a number; set --reward.function
 --data.files={d}/good.jsonl =>

@@ -206,7 +206,7 @@ def test_wrong_sources_leave_nothing_behind(
     if rows is not None:
         jsonl(tmp_path / "source" / "train.jsonl", rows)
     with pytest.raises(UserError, match=message) as caught:
-        prepare("gsm8k", tmp_path / "source", tmp_path / "out")
+        prepare("gsm8k", tmp_path / "source", tmp_path / "data" / "new" / "gsm8k")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
