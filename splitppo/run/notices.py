@@ -122,7 +122,7 @@ def silent(resolved: Resolved) -> set[str]:
     is_teacher = (
         reference is not None
         and reference.name != policy.name
-        and (unscored or reference.parameters != policy.parameters)
+        and (unscored or reference.counts.parameters != policy.counts.parameters)
     )
     found = {
         "nothing": unscored,

@@ -184,8 +184,9 @@ def test_a_run_that_follows_a_teacher_is_not_told_to_stay_near(
     name: str, parameters: int, function: str, expected: set[str]
 ) -> None:
     config = parse(["--policy.path", "policy", "--reward.function", function])
-    policy = SimpleNamespace(name="policy", parameters=5, random_init=False)
-    reference = SimpleNamespace(name=name, parameters=parameters, random_init=False)
+    policy = SimpleNamespace(name="policy", counts=SimpleNamespace(parameters=5), random_init=False)
+    counts = SimpleNamespace(parameters=parameters)
+    reference = SimpleNamespace(name=name, counts=counts, random_init=False)
     models = {"policy": policy, "reference": reference}
     assert silent(cast(Any, SimpleNamespace(config=config, models=models))) == expected
 

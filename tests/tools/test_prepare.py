@@ -228,8 +228,8 @@ def test_a_folder_is_written_once_and_whole(
 
     with pytest.raises(KeyboardInterrupt):
         write_folder(out, ("a", "b"), build)
-    assert list(out.parent.iterdir()) == []
-    out.mkdir()  # an empty one is taken
+    assert list(tmp_path.iterdir()) == []
+    out.mkdir(parents=True)  # an empty one is taken
     write_folder(out, ("a", "b"), build)
     assert capsys.readouterr().out == "written\n"
     write_folder(out, ("a", "b"), lambda folder: pytest.fail("it is complete"))
