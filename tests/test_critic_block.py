@@ -4,13 +4,14 @@ import argparse
 import json
 import re
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from critic_arms import deviation_baseline, digits_baseline
+from critic_arms import deviation_baseline, digits_baseline, first_tokens
 from critic_block import Block, Job
 from critic_plan import quotas, write_sums
 from critic_tables import (
@@ -26,7 +27,8 @@ from critic_tables import (
 )
 from measured import DOCS, read_figures
 
-from splitppo.rollout import Rollout
+from splitppo.critic.baselines import Mean
+from splitppo.rollout import Episode, Rollout, Segment
 
 
 def sums_of(file: Path) -> list[tuple[frozenset[int], str]]:
@@ -50,26 +52,46 @@ def test_no_sum_is_trained_on_and_held_out_in_either_order(tmp_path: Path) -> No
     assert counts == sizes
 
 
-def critic_of(sources: list[str], samples: int) -> Any:
-    context = SimpleNamespace(
-        prompt=lambda row: SimpleNamespace(data_source=sources[row]),
-        config=SimpleNamespace(rollout=SimpleNamespace(batch_size=len(sources), samples=samples)),
+def advantages(
+    replaced: Any, sources: list[str], samples: int, scores: list[float], lengths: list[int]
+) -> list[float]:
+    """Of the first token of each row, with this in place of the product's mean."""
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(batch_size=len(sources), samples=samples),
+        ppo=SimpleNamespace(gamma=1.0),
     )
-    return SimpleNamespace(context=context)
+    prompts = [SimpleNamespace(data_source=source) for source in sources]
+    context: Any = SimpleNamespace(config=config, prompt=prompts.__getitem__)
+    episodes = [
+        Episode(row, array("i"), (Segment(array("i", [1] * count), array("f", [0] * count)),))
+        for row, count in enumerate(lengths)
+    ]
+    rollout = Rollout(episodes)
+    sizes = torch.tensor(lengths)
+    rewards = torch.zeros(rollout.tokens)
+    rewards[sizes.cumsum(0) - 1] = torch.tensor(scores)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mean, "means", replaced)
+        mean = Mean(context, cast(Any, None))
+        found = mean.estimate(rollout, rewards, rewards, first=True, pretraining=False)
+    assert torch.equal(
+        found.advantages, found.advantages[first_tokens(sizes)].repeat_interleave(sizes)
+    )
+    return found.advantages[first_tokens(sizes)].tolist()
 
 
 def test_baselines_by_hand() -> None:
-    rollout = cast(Rollout, SimpleNamespace(rows=[0, 1, 2, 3], lengths=[1, 2, 1, 3]))
-    returns = torch.tensor([1.0, 0, 0, 0, 1, 1, 1])  # of the rows: 1, 0, 0, 1
-    found = digits_baseline(critic_of(["a", "b", "b", "b"], 1), rollout, returns)
+    rows = [1.0, 0, 0, 1], [1, 2, 1, 3]  # scores and lengths
     third = 1 / 3
-    assert found.tolist() == pytest.approx([1, third, third, third, third, third, third])
-    found = deviation_baseline(critic_of(["a"] * 4, 4), rollout, returns)
+    found = advantages(digits_baseline, ["a", "b", "b", "b"], 1, *rows)
+    assert found == pytest.approx([0, -third, -third, 2 * third])
     # mean 1/2, deviation sqrt(4 * 1/4 / 3)
     z = 0.5 / (third**0.5 + 1e-6)
-    assert (returns - found).tolist() == pytest.approx([z, -z, -z, -z, z, z, z])
-    alike = deviation_baseline(critic_of(["a"] * 4, 4), rollout, torch.ones(7))
-    assert alike.tolist() == [1.0] * 7
+    assert advantages(deviation_baseline, ["a"] * 4, 4, *rows) == pytest.approx([z, -z, -z, z])
+    # two prompts of two responses: the second's are alike
+    z = 0.5 / (0.5**0.5 + 1e-6)
+    found = advantages(deviation_baseline, ["a"] * 4, 2, [1.0, 0, 1, 1], [1, 2, 1, 3])
+    assert found == pytest.approx([z, -z, 0, 0])
 
 
 def test_intervals_are_those_of_the_tables() -> None:
@@ -122,8 +144,13 @@ def test_fresh_seeds_wait_for_the_rates_and_a_failed_run_ends_no_other(tmp_path:
     names = [job.name for job in block.jobs()]
     assert names[2:] == ["V1_2e-5_11", "V1old_2e-5_11"]
     assert block.next() == Job("V1", "2e-5", 11)
+    options.seeds = []
+    assert block.next() is None  # not a third time
+    options.seeds = [11]
     block.seconds = [2000.0]
     assert block.next() is None  # it could not end in time
+    options.rates = ["4e-5"]  # no choice: no seeds for it
+    assert [job.name for job in block.jobs()] == ["V1_4e-5_11", "V1old_4e-5_11"]
 
 
 def test_the_best_rate_is_of_the_mean_over_seeds() -> None:

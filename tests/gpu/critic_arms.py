@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from splitppo.critic.baselines import Mean
+from splitppo.placement import Streams
 from splitppo.rollout import Rollout
 from splitppo.train import main
 
@@ -37,7 +38,7 @@ def digits_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor
     """`[N]`: the mean return of the rows with the same data_source."""
     sources = [baseline.context.prompt(row).data_source for row in rollout.rows]
     names = sorted({*sources})
-    lengths = torch.tensor(list(rollout.lengths))
+    lengths = torch.tensor(rollout.episode_lengths)
     classes = torch.tensor([names.index(source) for source in sources])
     return means(returns[first_tokens(lengths)], classes).repeat_interleave(lengths)
 
@@ -45,8 +46,9 @@ def digits_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor
 def deviation_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor:
     """`[N]`: what is to be subtracted from the returns so that GRPO's advantages are left."""
     config = baseline.context.config.rollout
-    lengths = torch.tensor(list(rollout.lengths))
-    prompts = torch.tensor(rollout.rows).long() % config.batch_size // config.samples
+    lengths = torch.tensor(rollout.episode_lengths)
+    streams = Streams(config.batch_size, config.samples)
+    prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows])
     scores = returns[first_tokens(lengths)].double()
     errors = scores - means(scores, prompts)
     # unbiased: by one less than the responses

@@ -105,7 +105,7 @@ class Block:
         found = [
             Job(arm, rate, seed)
             for arm in options.arms
-            if not ARMS[arm].like
+            if not ARMS[arm].like and len(options.rates) > 1
             for seed in options.rate_seeds
             for rate in options.rates
         ]
@@ -125,6 +125,8 @@ class Block:
         one if there is no choice."""
         arm = ARMS[arm].like or arm
         options = self.options
+        if len(options.rates) == 1:
+            return options.rates[0]
         names = [Job(arm, rate, seed).name for rate in options.rates for seed in options.rate_seeds]
         open_ones = [n for n in names if n not in self.done and self.failures.get(n, 0) < TRIES]
         return None if open_ones else best_rate(self.done[n] for n in names if n in self.done)
@@ -278,7 +280,12 @@ def main() -> int:
     run.add_argument("--seconds", type=float, default=36_000.0, help="until all runs end")
     run.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     run.add_argument("--digits", type=int, nargs="+", default=list(DIGITS))
-    run.add_argument("--rates", nargs="+", default=list(RATES), help="of the policy")
+    run.add_argument(
+        "--rates",
+        nargs="+",
+        default=list(RATES),
+        help="of the policy; a single one has no --rate-seeds",
+    )
     run.add_argument("--rate-seeds", type=int, nargs="*", default=list(RATE_SEEDS))
     run.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
     run.add_argument("--steps", type=int, default=STEPS)

@@ -124,10 +124,11 @@ def difference(first: dict[int, float], second: dict[int, float], *, paired: boo
     if paired:
         return estimate([first[seed] - second[seed] for seed in sorted(first.keys() & second)])
     a, b = list(first.values()), list(second.values())
-    if min(len(a), len(b)) < 2:
-        return Estimate(0.0, float("inf"), 1.0, min(len(a), len(b)))
-    parts = [variance(a) / len(a), variance(b) / len(b)]
+    n = min(len(a), len(b))
+    parts = [variance(values) / len(values) for values in (a, b) if len(values) > 1]
     error = sqrt(sum(parts))
+    if len(parts) < 2 or not error:
+        return Estimate(0.0, float("inf"), 1.0, n)
     freedom = error**4 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))
     mean = fmean(a) - fmean(b)
     return Estimate(
