@@ -246,7 +246,10 @@ def test_what_environments_say(name: str, rows: int, monkeypatch: pytest.MonkeyP
     draw = random.Random(f"{name}/{rows}")
     tokenizer = tokenizer_for(name)
     roles = [*TEMPLATES[name][2], f"/{name}"]
-    cases = [row_of(draw, roles, 25 * rows**2 if number == 9 else 0) for number in range(rows)]
+    cases = [
+        row_of(draw, roles, min(25 * rows**2, MEGABYTE) if number == 9 else 0)
+        for number in range(rows)
+    ]
     spoken = [[well_formed(text_of(draw)) for _ in range(3)] for _ in cases]
     env = EnvConfig(path="says", max_observation_tokens=200)
     infos = [info for info, _ in cases]
@@ -348,7 +351,7 @@ def test_what_policies_call_and_tools_answer(name: str, rows: int, tmp_path: Pat
         else:
             assert sum(row.rewards) in (0.0, 0.5)
             answers += len(row.turns) - 1
-    assert answers > rows // 10
+    assert answers > rows // 15
     assert len(failures) < rows * 0.7
 
 
@@ -378,17 +381,18 @@ def test_what_can_t_be_read_fails_its_row(monkeypatch: pytest.MonkeyPatch):
         return read(self, before, sampled)
 
     monkeypatch.setattr(Turns, "spoken", spoken)
+    player = Player(Here(env), cast(Any, turns_of(Config(env=env), tokenizer)), Config(env=env))
+    ids = array(IDS, tokenizer("b")["input_ids"])
+    row = Episode(5, ids, (Segment(ids, array(LOGPROBS, [0.0])), Segment(array(IDS), None)))
+    assert player.ask(row, Prompt("go", [97], "", "", {}), 0)
+    (reply,) = player.poll({5: row}, 1)
+    assert reply.end == "failed"
+    player.end(5)
     infos = [{"reset": None, "turns": [Turn([Message("user", "a")]), Turn(done=True)]}] * 2
-    _, failures, player = play(env, tokenizer, [["a", "b"], ["a", "a"]], infos)
+    _, failures, _ = play(env, tokenizer, [["a", "b"], ["a", "a"]], infos)
     assert [(row, one.kind, "no parser" in one.text) for row, one in failures.items()] == [
         (0, "invalid", True)
     ]
-    ids = array(IDS, tokenizer("b")["input_ids"])
-    row = Episode(5, ids, (Segment(ids, array(LOGPROBS, [0.0])), Segment(array(IDS), None)))
-    assert player.ask(row, Prompt("go", [97], "", "", infos[0]), 0)
-    (reply,) = player.poll({5: row}, 60)
-    assert reply.end == "failed"
-    player.end(5)
 
 
 def test_a_row_with_tools_goes_on_elsewhere_from_its_record(tmp_path: Path):
@@ -471,7 +475,9 @@ def test_what_data_files_say(count: int, tmp_path: Path):
     refused = 0
     for number in range(count):
         columns = {"prompt": text_of(draw), "answer": text_of(draw), text_of(draw): json_of(draw)}
-        columns["prompt"] *= 500 * count // (len(columns["prompt"]) + 1) if number == 7 else 1
+        columns["prompt"] *= (
+            min(500 * count, MEGABYTE) // (len(columns["prompt"]) + 1) if number == 7 else 1
+        )
         columns |= {"extra_info": {text_of(draw): json_of(draw)}, "data_source": text_of(draw)}
         escapes = draw.random() < 0.8
         line = json.dumps(columns, ensure_ascii=escapes)
