@@ -147,7 +147,7 @@ class Values(Baseline):
         if not same:
             advantages, _ = gae(lam=lam)
         metrics = quality(
-            rollout, values, returns, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
+            rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
         )
         return Estimate(advantages, returns, metrics, {"value": values})
 

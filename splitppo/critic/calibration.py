@@ -1,8 +1,6 @@
 """How good the value model is, measured against what happened: the rewards-to-go of rows, before it
-was trained on them.
-
-Explained variance against the value model's own targets flatters it: with a small lambda the
-targets are mostly its own values. docs/critic.md says how to read these figures.
+was trained on them. Not against its own targets: with a small lambda these are mostly its own
+values. docs/critic.md says how to read these figures.
 """
 
 from typing import Any
@@ -19,23 +17,15 @@ TURNS = 8  # with figures of their own
 
 
 def quality(
-    rollout: Rollout,
-    values: Tensor,
-    returns: Tensor,
-    rewards: Tensor,
-    gamma: float,
-    group: Group,
-    *,
-    cut: bool,
+    rollout: Rollout, values: Tensor, rewards: Tensor, gamma: float, group: Group, *, cut: bool
 ) -> dict[str, Any]:
-    """Metrics of the whole batch; all ranks of the group call it. `values`, `returns` (the value
-    model's targets), `rewards`: `[N]`. `cut`: unfinished rows count, too: the value model learns
-    from them.
+    """Metrics of the whole batch; all ranks of the group call it. `values`, `rewards`: `[N]`.
+    `cut`: unfinished rows count, too: the value model learns from them.
 
     Returns:
-        `critic/vf_explained_var`: 1 - var(return - value) / var(return) over all tokens.
-        `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
-        there; 0 where these rewards don't vary. Places: `first`, a row's first token; `token_K` for
+        `critic/vf_explained_var`: 1 - var(reward-to-go - value) / var(reward-to-go) over all
+        tokens; 0 where these rewards don't vary. `critic/explained/PLACE`: the same over the tokens
+        there. Places: `first`, a row's first token; `token_K` for
         K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
         turn K, up to the 8th. A place counts from a row's beginning, since a part of its length
         would tell how it ends. `critic/first_value_error`: mean of value less reward-to-go at the
@@ -57,18 +47,16 @@ def quality(
     if most > 1:
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
-    figures = [x[counted & at] for at in masks.values() for x in (targets, errors)]
-    of_returns, of_errors, *whole = algo.all_moments(
-        group.all_gather, [returns, returns - values, *figures]
-    )
+    every = {"critic/vf_explained_var": torch.ones_like(counted)}
+    every |= {f"critic/explained/{place}": at for place, at in masks.items()}
+    figures = [x[counted & at] for at in every.values() for x in (targets, errors)]
+    moments = algo.all_moments(group.all_gather, figures)
     metrics: dict[str, Any] = {
-        "critic/vf_explained_var": algo.explained_variance(of_returns, of_errors)
+        name: algo.explained_variance(target, error)
+        for name, target, error in zip(every, moments[::2], moments[1::2], strict=True)
     }
-    metrics |= {
-        f"critic/explained/{place}": algo.explained_variance(target, error)
-        for place, target, error in zip(masks, whole[::2], whole[1::2], strict=True)
-    }
-    metrics["critic/first_value_error"] = -float(whole[1].mean)
+    # the errors at the first token, behind those of all tokens
+    metrics["critic/first_value_error"] = -float(moments[3].mean)
     return metrics | {"critic/calibration": _calibration(values[counted], targets[counted], group)}
 
 

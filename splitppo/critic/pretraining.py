@@ -34,8 +34,8 @@ class Pretraining:
         return step <= self.value.pretrain_steps and not self.ended
 
     def finish(self, step: int, explained: float | None) -> None:
-        """After the value model's update. `explained`: the explained variance of its targets by the
-        values that it had before it was trained on the rows; None: no row has ended."""
+        """After the value model's update. `explained`: the explained variance of the rewards-to-go
+        by the values that it had before it was trained on the rows; None: no row has ended."""
         if not self.runs(step):
             return
         if explained is not None:
