@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
-from splitppo.rollout import Messages, Prompt
+from splitppo.rollout import Prompt
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Context:
 
     Attributes:
         prompt: row -> its prompt.
-        decode: token ids of a response -> its text. read: of an environment -> its messages.
+        decode: token ids -> their text, without control tokens.
         held_out: prompts of the validation.
         vocabulary_size: ids from 0 that a policy may sample.
     """
@@ -25,7 +25,6 @@ class Context:
     held_out: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
     vocabulary_size: int
-    read: Callable[[Sequence[int]], Messages] = lambda _: []
 
     @property
     def configs(self) -> tuple[Config, Config]:

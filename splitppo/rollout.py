@@ -24,10 +24,12 @@ ENDS: tuple[End | None, ...] = (*get_args(End), None)
 Messages = list[dict[str, Any]]  # of a dialogue: role and content
 IDS = "i"  # the kind of an array of token ids: int32
 LOGPROBS = "f"  # of log-probs: float32
-# a message has before each row: its number, its end, tokens of the prompt, segments; before each
-# segment: ids, log-probs (-1: observed), version, reward
-ROW = struct.Struct("=qiii")
-SEGMENT = struct.Struct("=iiif")
+# a message has before each row: its number, its end, tokens of the prompt, segments, spans of the
+# prompt; before each segment: ids, log-probs (-1: observed), version, reward, spans
+ROW = struct.Struct("=qiiii")
+SEGMENT = struct.Struct("=iiifi")
+SPAN = struct.Struct("=12sii")  # role, begin, end
+OLDER = struct.Struct("=qiii"), struct.Struct("=iiif")  # rows and segments without spans
 
 
 def digest(*things: object) -> str:
@@ -58,6 +60,15 @@ class Prompt:
     column: str | list[dict[str, Any]] = ""
 
 
+class Span(NamedTuple):
+    """A message of an environment: `role`, and where its content stands in the decoded text of the
+    observed ids."""
+
+    role: str
+    begin: int
+    end: int
+
+
 class Segment(NamedTuple):
     """Tokens of a row that came at once: sampled by the policy, or observed, which is what an
     environment answered. An observation ends the turn before it, also one without tokens.
@@ -68,12 +79,14 @@ class Segment(NamedTuple):
             away from the rank that sampled them. None: the ids were observed.
         version: the step in which the ids were sampled, or observed.
         reward: of the turn that the segment ends.
+        spans: the messages of observed ids.
     """
 
     ids: array
     logprobs: array | None
     version: int = 0
     reward: float = 0.0
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,7 @@ class Episode:
         prompt: token ids, int32.
         segments: what came after the prompt. The last one holds the end-of-sequence token or stop
             string, if the row ended by one.
+        spans: the messages of the prompt, if an environment wrote it.
         end: what ended the row: the end-of-sequence token, a stop string, a limit (of tokens or
             turns), the environment, its failure. None: it is open.
     """
@@ -94,6 +108,7 @@ class Episode:
     prompt: array
     segments: tuple[Segment, ...] = ()
     end: End | None = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def truncated(self) -> bool:
@@ -165,21 +180,23 @@ class Episode:
         return torch.cat([torch.zeros(0, dtype=torch.bool), *sampled]).nonzero().flatten()
 
 
-def dialogue(
-    prompt: Prompt,
-    episode: Episode,
-    decode: Callable[[Sequence[int]], str],
-    read: Callable[[Sequence[int]], Messages] = lambda _: [],
+def dialogue(prompt: Prompt, episode: Episode, decode: Callable[[Sequence[int]], str]) -> Messages:
+    """A row as messages: the prompt, what the policy said, what an environment answered."""
+    messages = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+    if episode.spans and list(episode.prompt) != prompt.tokens:
+        messages = _messages(episode.prompt, episode.spans, decode)
+    observed = [segment for segment in episode.segments if segment.logprobs is None]
+    for (said, _), answer in zip_longest(episode.turns, observed):
+        messages.append({"role": "assistant", "content": decode(said)})
+        messages += _messages(answer.ids, answer.spans, decode) if answer else []
+    return messages
+
+
+def _messages(
+    ids: array, spans: Iterable[Span], decode: Callable[[Sequence[int]], str]
 ) -> Messages:
-    """A row as messages: the prompt, what the policy said, what an environment answered. `read`
-    makes messages of an environment's tokens; also of the prompt's, if they are not the data's."""
-    found = list(prompt.messages or [{"role": "user", "content": prompt.text}])
-    if list(episode.prompt) != prompt.tokens:
-        found = read(episode.prompt) or found
-    for said, heard in episode.turns:
-        found.append({"role": "assistant", "content": decode(said)})
-        found += read(heard) if heard else []
-    return found
+    text = decode(ids)
+    return [{"role": role, "content": text[begin:end]} for role, begin, end in spans]
 
 
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
@@ -196,38 +213,57 @@ def tensor_of(parts: Iterable[Any], dtype: torch.dtype) -> Tensor:
 
 
 def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
-    """Rows as a message, `[n]` int32: of each row ROW and the prompt; of each segment SEGMENT, the
-    ids and, if asked for, the bits of the log-probs."""
+    """Rows as a message, `[n]` int32: of each row ROW, the prompt and its spans; of each segment
+    SEGMENT, the ids, the bits of the log-probs if asked for, and the spans."""
     parts: list[Any] = []
     for episode in episodes:
         parts += [
             ROW.pack(
-                episode.row, ENDS.index(episode.end), len(episode.prompt), len(episode.segments)
+                episode.row,
+                ENDS.index(episode.end),
+                len(episode.prompt),
+                len(episode.segments),
+                len(episode.spans),
             ),
             episode.prompt,
+            *_pack_spans(episode.spans),
         ]
-        for ids, sampled, version, reward in episode.segments:
+        for ids, sampled, version, reward, spans in episode.segments:
             sent = sampled if sampled and logprobs else b""
             count = -1 if sampled is None else len(sent)
-            parts += [SEGMENT.pack(len(ids), count, version, reward), ids, sent]
+            head = SEGMENT.pack(len(ids), count, version, reward, len(spans))
+            parts += [head, ids, sent, *_pack_spans(spans)]
     return tensor_of(parts, torch.int32)
 
 
-def unpack_rows(message: Tensor) -> list[Episode]:
-    """The rows of `pack_rows`."""
+def _pack_spans(spans: Iterable[Span]) -> list[bytes]:
+    return [SPAN.pack(role.encode(), begin, end) for role, begin, end in spans]
+
+
+def unpack_rows(
+    message: Tensor, of_row: struct.Struct = ROW, of_segment: struct.Struct = SEGMENT
+) -> list[Episode]:
+    """The rows of `pack_rows`; of earlier versions with `OLDER` heads."""
     stream = BytesIO(message.numpy().data)
     episodes = []
-    while head := stream.read(ROW.size):
-        row, end, tokens, count = ROW.unpack(head)
+    while head := stream.read(of_row.size):
+        row, end, tokens, count, *spans = of_row.unpack(head)
         prompt = array(IDS, stream.read(4 * tokens))
+        of_prompt = _read_spans(stream, *spans)
         segments = []
         for _ in range(count):
-            tokens, sampled, version, reward = SEGMENT.unpack(stream.read(SEGMENT.size))
+            head = of_segment.unpack(stream.read(of_segment.size))
+            tokens, sampled, version, reward, *spans = head
             ids = array(IDS, stream.read(4 * tokens))
             logprobs = None if sampled < 0 else array(LOGPROBS, stream.read(4 * sampled))
-            segments.append(Segment(ids, logprobs, version, reward))
-        episodes.append(Episode(row, prompt, tuple(segments), ENDS[end]))
+            segments.append(Segment(ids, logprobs, version, reward, _read_spans(stream, *spans)))
+        episodes.append(Episode(row, prompt, tuple(segments), ENDS[end], of_prompt))
     return episodes
+
+
+def _read_spans(stream: BytesIO, count: int = 0) -> tuple[Span, ...]:
+    heads = SPAN.iter_unpack(stream.read(SPAN.size * count))
+    return tuple(Span(role.rstrip(b"\0").decode(), begin, end) for role, begin, end in heads)
 
 
 def exchange_rows(

@@ -33,6 +33,7 @@ from splitppo.placement import Streams
 from splitppo.rollout import (
     IDS,
     LOGPROBS,
+    OLDER,
     Episode,
     Prompt,
     Segment,
@@ -188,8 +189,7 @@ class Sampler:
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
-        packed = [b64decode(row) for _, row, _ in state]
-        rows = unpack_rows(tensor_of(packed, torch.int32))
+        rows = [self._unpack(message, older=isinstance(by, str)) for _, message, by in state]
         longest = max((row.tokens for row in rows), default=0)
         unknown: set[str] = set()
         for row, (*_, recorded) in zip(rows, state, strict=True):
@@ -211,6 +211,12 @@ class Sampler:
         self.held |= self._by_slot(rows)
         self.open |= {slot: _known(row) for slot, row in self.held.items()}
         return unknown
+
+    def _unpack(self, message: str, *, older: bool) -> Episode:
+        """A row of a checkpoint. Those of earlier versions have no spans."""
+        packed = tensor_of([b64decode(message)], torch.int32)
+        (row,) = unpack_rows(packed, *OLDER) if older else unpack_rows(packed)
+        return self.player.with_spans(row) if older else row
 
     def _by_slot(self, rows: Iterable[Episode]) -> dict[int, Episode]:
         return {self.streams.slot(row.row): row for row in rows}
@@ -343,7 +349,11 @@ class _Decoding:
     def _answer(self, reply: Reply) -> Iterator[Episode]:
         """Appends what an environment said. Yields the row if it stops."""
         row = self.waiting.pop(reply.row)
-        row = self._answered(row, reply) if row.awaits else replace(row, prompt=reply.ids)
+        row = (
+            self._answered(row, reply)
+            if row.awaits
+            else replace(row, prompt=reply.observed.ids, spans=reply.observed.spans)
+        )
         if row.end:
             yield self._stop(row)
         else:
@@ -356,10 +366,11 @@ class _Decoding:
         if reply.end == "failed":  # its reward is that of the whole row
             before = [segment._replace(reward=0.0) for segment in before]
         said = (*before, turn._replace(reward=reply.reward))
-        answered = answer._replace(ids=reply.ids, version=self.step)
+        ids, spans = reply.observed
+        answered = answer._replace(ids=ids, version=self.step, spans=spans)
         longer = replace(row, segments=(*said, answered), end=reply.end)
         if not reply.end and self.sampler.left(longer) < 1:  # then nobody reads the answer
-            answered = answered._replace(ids=array(IDS))
+            answered = answered._replace(ids=array(IDS), spans=())
             return replace(row, segments=(*said, answered), end="limit")
         return longer
 

@@ -23,7 +23,7 @@ from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Failure, Scored
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
-from splitppo.rollout import Episode, Prompt, Segment, episode_of
+from splitppo.rollout import Episode, Prompt, Segment, Span, episode_of
 from splitppo.run.files import shown, table, write_rows
 from splitppo.validation import Validator
 
@@ -388,22 +388,20 @@ def test_a_dialogue_is_written_with_what_each_turn_was_worth():
         return Segment(array("i", ids), array("f", [0.0] * len(ids)), 1, reward)
 
     # two stretches of one turn, an answer of two tokens, and the last turn
-    answer = Segment(array("i", [9, 9]), None)
+    answer = Segment(array("i", [9, 9]), None, spans=(Span("user", 1, 3), Span("tool", 0, 1)))
     parts = (sampled([4], 0.0), sampled([5, 6], 0.25), answer, sampled([7, 8], 0.5))
     row = Episode(3, array("i", [1]), parts, "environment")
     prompt = held_out(1)[0]
     asked = [{"role": "user", "content": "ask 0"}, {"role": "assistant", "content": "of before"}]
-    context = replace(
-        writer("said", Config(env=EnvConfig(path="guess"))),
-        read=lambda ids: [{"role": "user", "content": f"{len(ids)} tokens"}],
-    )
+    context = writer("said", Config(env=EnvConfig(path="guess")))
     values = {"value": [0.1, 0.2, 0.3, None, None, 0.4, 0.5]}
     prompt = replace(prompt, messages=asked, tokens=[1])
     told = record(context, 5, prompt, row, 0.75, values)
     assert told["turns"] == [
         *asked,
         {"role": "assistant", "content": "said", "reward": 0.25, "value": 0.1},
-        {"role": "user", "content": "2 tokens"},
+        {"role": "user", "content": "ai"},
+        {"role": "tool", "content": "s"},
         {"role": "assistant", "content": "said", "reward": 0.5, "value": 0.4},
     ]
     assert "value" not in record(context, 5, prompt, row, 0.75)["turns"][2]

@@ -2,7 +2,7 @@
 kill and resume."""
 
 import json
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.models.build import count_parameters
 from splitppo.placement import place
-from splitppo.rollout import Episode, Prompt, Rollout, tensor_of, unpack_rows
+from splitppo.rollout import ENDS, OLDER, Episode, Prompt, Rollout, tensor_of, unpack_rows
 from splitppo.run import memory
 from splitppo.run.build import build_sampler
 from splitppo.run.checks import warnings
@@ -371,6 +371,18 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
             sampler_of(lengths, asked=asked_for).load_state(state)
 
 
+def older_message(message: str) -> str:
+    """A row's message as earlier versions wrote it: its heads have no numbers of spans."""
+    (row,) = unpack_rows(tensor_of([b64decode(message)], torch.int32))
+    of_row, of_segment = OLDER
+    parts = [of_row.pack(row.row, ENDS.index(row.end), len(row.prompt), len(row.segments))]
+    parts.append(row.prompt.tobytes())
+    for ids, logprobs, version, reward, _ in row.segments:
+        parts += [of_segment.pack(len(ids), len(logprobs or ()), version, reward), ids.tobytes()]
+        parts.append(logprobs.tobytes() if logprobs else b"")
+    return b64encode(b"".join(parts)).decode()
+
+
 def test_a_row_goes_on_with_all_that_made_it():
     made: dict[str, Any] = {"data_source": "a", "ground_truth": "7", "extra_info": {"a": [1]}}
     origin: dict[str, Any] = {"seed": 1, "environment": ["env.py:Env", "hash"]}
@@ -396,7 +408,7 @@ def test_a_row_goes_on_with_all_that_made_it():
         with pytest.raises(UserError, match=rf"row 0 of .* goes on, and its {name} differ"):
             made_by(others, other_origin).load_state(state)
     # as earlier versions wrote it: the hash of the prompt alone
-    older = [[row, packed, recorded["prompt"]] for row, packed, recorded in state]
+    older = [[row, older_message(packed), recorded["prompt"]] for row, packed, recorded in state]
     unknown = made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
     assert unknown == {"ground_truth", "extra_info", "seed", "environment"}
     older[0][2] = "another"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from splitppo.config import Config
@@ -20,7 +20,7 @@ from splitppo.envs.single import SINGLE_TURN, SingleTurn
 from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError, one_line
-from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt
+from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt, Span
 from splitppo.workers import FAILING_STEPS, FLOAT32_MAX, Failure, describe, say_failures
 
 
@@ -66,18 +66,28 @@ def players_of(config: Config, tokenizer: Any) -> "list[Player] | list[SingleTur
     return [Player(pool, turns, config) for _ in range(2)]
 
 
+class Observed(NamedTuple):
+    """What a row reads: token ids, and the messages in them."""
+
+    ids: array
+    spans: tuple[Span, ...] = ()
+
+
+NOTHING = Observed(array(IDS))
+
+
 class Reply(NamedTuple):
     """What an environment said to the last turn of a row, or before the first.
 
     Attributes:
         row: its number.
-        ids: of the answer; of the prompt if no turn waits for one.
+        observed: the answer; the prompt if no turn waits for one.
         reward: of the turn; of the whole row if the environment failed.
         end: what has ended the row, if something has.
     """
 
     row: int
-    ids: array
+    observed: Observed
     reward: float = 0.0
     end: End | None = None
 
@@ -226,20 +236,21 @@ class Player:
             return heard
         if row.awaits:
             self.failures.append((row.row, heard))
-            return Reply(row.row, array(IDS), self._config.reward.failed_score, "failed")
+            return Reply(row.row, NOTHING, self._config.reward.failed_score, "failed")
         one.broken = heard
-        return Reply(row.row, row.prompt)
+        return Reply(row.row, Observed(row.prompt, row.spans))
 
     def _read(self, row: Episode, heard: list[Any], *, again: bool) -> Reply | Failure:
         """The reply in what an environment said: to the row's last turn; to all, `again`, if it was
         made here."""
-        ids = row.prompt
+        prompt = Observed(row.prompt, row.spans)
         if again:
             messages, *turns = heard
-            ids = array(IDS, self.turns.prompt(messages)) if messages else row.prompt
-            if wrong := self._wrong(row, ids, turns):
+            if messages:
+                prompt = self._observed(self.turns.prompt(messages), messages)
+            if wrong := self._wrong(row, prompt.ids, turns):
                 return Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
-        return self._answer(row, heard[-1]) if row.awaits else Reply(row.row, ids)
+        return self._answer(row, heard[-1]) if row.awaits else Reply(row.row, prompt)
 
     def _spoken(self, one: _Row, before: Sequence[int], said: Sequence[int]) -> Message:
         """What the policy said in a turn; without a word if that can't be read."""
@@ -263,7 +274,7 @@ class Player:
         if row.segments and ids != row.prompt:
             return again.format("began otherwise")
         for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns[:-1], strict=False)):
-            if turn.done or self._observe(turn, said) != answered:
+            if turn.done or self._observe(turn, said).ids != answered:
                 return again.format(f"answered turn {number + 1} otherwise")
         return ""
 
@@ -275,17 +286,29 @@ class Player:
             end = "environment"
         if abs(total := sum(row.rewards) + turn.reward) > FLOAT32_MAX:
             raise ValueError(f"the row's rewards sum up to {total}, which float32 does not hold")
-        ids = array(IDS) if end else self._observe(turn, row.turns[-1][0])
+        observed = NOTHING if end else self._observe(turn, row.turns[-1][0])
         figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
         self._figures.append({"turns": 1, **figures})
         # the reward as a message holds it
-        return Reply(row.row, ids, array(LOGPROBS, [turn.reward])[0], end)
+        return Reply(row.row, observed, array(LOGPROBS, [turn.reward])[0], end)
 
-    def _observe(self, turn: Turn, said: array) -> array:
-        return array(
-            IDS,
-            self.turns.observation(turn.messages, said, self._config.env.max_observation_tokens),
+    def with_spans(self, row: Episode) -> Episode:
+        """A row of an earlier version, whose messages are read from its ids."""
+        segments = (
+            segment._replace(spans=self.turns.spans(segment.ids))
+            if segment.logprobs is None and segment.ids
+            else segment
+            for segment in row.segments
         )
+        return replace(row, segments=tuple(segments), spans=self.turns.spans(row.prompt))
+
+    def _observe(self, turn: Turn, said: array) -> Observed:
+        most = self._config.env.max_observation_tokens
+        ids = self.turns.observation(turn.messages, said, most)
+        return self._observed(ids, turn.messages)
+
+    def _observed(self, ids: Sequence[int], messages: Sequence[Message]) -> Observed:
+        return Observed(array(IDS, ids), self.turns.spans(ids, messages))
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

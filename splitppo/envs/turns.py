@@ -21,6 +21,7 @@ from splitppo.envs import ROLES, Call, Message
 from splitppo.envs.calls import written_calls
 from splitppo.envs.tools import call_reader, instructions
 from splitppo.errors import UserError, one_line, well_formed
+from splitppo.rollout import Span
 
 SPOKEN = "sampled-by-the-policy"  # the placeholder
 ASKED = {"role": "user", "content": "asked"}
@@ -165,10 +166,24 @@ class Turns:
         )
         return shortened(max(fitting - 1, 0))
 
-    def read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The messages whose ids these are, as `observation` made them: one of each text that the
-        template frames as it does those of a role. Ids that it does not frame so are a user's
-        message."""
+    def spans(self, ids: Sequence[int], messages: Messages | None = None) -> tuple[Span, ...]:
+        """The messages that stand in these ids. Those that were cut, those that the template shows
+        in another form, and all of rows of earlier versions (None) are read from the ids."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        expected = self._read(ids) if messages is None else self._answers(messages)
+        spans = []
+        end = 0
+        for message in expected:
+            begin = text.find(message["content"], end)
+            end = begin + len(message["content"])
+            spans.append(Span(message["role"], begin, end))
+        if all(span.begin >= 0 for span in spans):
+            return tuple(spans)
+        return (Span("user", 0, len(text)),) if messages is None else self.spans(ids)
+
+    def _read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The messages whose ids these are: one of each text that the template frames as it does
+        those of a role. Ids that it does not frame so are a user's message."""
         text = self.tokenizer.decode(list(ids))
         for role, frame in self._frames.items():
             head, *between, foot = frame or ("", "")

@@ -2,7 +2,7 @@
 ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from splitppo.models.batching import MicroBatch
 from splitppo.models.heads import last_scores
 from splitppo.models.runner import Frozen, Runner
 from splitppo.rewards.functions import Failure
-from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
+from splitppo.rollout import Episode, Prompt, dialogue, episode_of
 
 
 class RewardText:
@@ -28,16 +28,7 @@ class RewardText:
     `longest` tokens, the most that the model can read, loses its beginning.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        policy: Any,
-        *,
-        chat: bool,
-        longest: int,
-        read: Callable[[Sequence[int]], Messages] = lambda _: [],
-    ):
-        self.read = read
+    def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
         self.tokenizer = tokenizer
         self.policy = policy
         self.longest = longest
@@ -65,7 +56,7 @@ class RewardText:
         if self.same:
             ids = episode.ids.tolist()
         else:
-            messages = dialogue(prompt, episode, lambda ids: decode(list(ids)), self.read)
+            messages = dialogue(prompt, episode, lambda ids: decode(list(ids)))
             if self.chat:
                 ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
             else:

@@ -39,7 +39,7 @@ def record(
         "prompt": prompt.text,
     }
     if context.config.has_env:
-        line["turns"] = dialogue(prompt, episode, context.decode, context.read)
+        line["turns"] = dialogue(prompt, episode, context.decode)
         answers = [message for message in line["turns"] if message["role"] == "assistant"]
         spans = [len(ids) + len(answer) for ids, answer in episode.turns]
         rewards = Rollout([episode]).turn_rewards().split([len(ids) for ids, _ in episode.turns])

@@ -50,7 +50,7 @@ Pending = Callable[[], list[Scored]]  # waits for the scores of rows
 
 def to_score(context: Context, prompt: Prompt, episode: Episode) -> ToScore:
     """A row as `Scorer.submit` gets it."""
-    messages = partial(dialogue, prompt, episode, context.decode, context.read)
+    messages = partial(dialogue, prompt, episode, context.decode)
     return prompt, context.decode(episode.turns[-1][0]), messages
 
 

@@ -19,7 +19,7 @@ from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process
-from splitppo.envs.player import Player, SingleTurn, players_of, turns_of
+from splitppo.envs.player import Player, SingleTurn, players_of
 from splitppo.errors import say
 from splitppo.generator import Generator
 from splitppo.job.runtime import Runtime
@@ -84,14 +84,12 @@ class Builder:
         self.shared: torch.nn.Module | None = None
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
-        turns = turns_of(self.config, resolved.tokenizer)
         self.context = Context(
             self.config,
             self.sampler.prompt,
             self.validation.prompts,
             lambda ids: resolved.tokenizer.decode(list(ids), skip_special_tokens=True),
             resolved.vocabulary_size,
-            turns.read if turns else lambda _: [],
         )
         self.outputs = PolicyOutputs(
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
@@ -295,7 +293,6 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
-            read=self.context.read,
         )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")

@@ -330,7 +330,10 @@ def test_without_a_chat_template():
     said = [7, tokenizer.eos_token_id]
     observed = turns.observation([Message("user", "lower\n"), Message("user", "x")], said)
     assert tokenizer.decode(observed) == "lower\nx"
-    assert turns.read(observed) == [{"role": "user", "content": "lower\nx"}]
+    text = tokenizer.decode(observed)
+    messages = [Message("user", "lower\n"), Message("user", "x")]
+    assert [text[a:b] for _, a, b in turns.spans(observed, messages)] == ["lower\n", "x"]
+    assert turns.spans(observed) == (("user", 0, len(text)),)  # as earlier versions read it
     with pytest.raises(UserError, match="needs a chat template"):
         Turns(tokenizer, tools=[SCHEMA])
 
@@ -374,6 +377,7 @@ def test_an_observation_is_read_as_its_messages(name):
                 ids = turns.observation(messages, [])
             except UserError:  # Gemma's: no two of a role
                 continue
-            read = turns.read(ids)
-            assert "|".join(m["content"] for m in read) == "|".join(texts)
-            assert {m["role"] for m in read} <= {role, "user"}
+            whole = turns.tokenizer.decode(ids, skip_special_tokens=True)
+            for spans in (turns.spans(ids, messages), turns.spans(ids)):
+                assert "|".join(whole[span.begin : span.end] for span in spans) == "|".join(texts)
+                assert {span.role for span in spans} <= {role, "user"}

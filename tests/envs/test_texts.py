@@ -179,7 +179,10 @@ def play(
     for row in rows:
         assert (row.end == "failed") == (row.row in failures)
         assert (row.rewards[-1] == -7.0) == (row.end == "failed")
-        said = dialogue(Prompt("go", [97], "", "", {}), row, tokenizer.decode, player.turns.read)
+        said = dialogue(
+            Prompt("go", [97], "", "", {}), row,
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        )  # fmt: skip
         json.dumps(said, ensure_ascii=False).encode()
     json.dumps(player.metrics(ALONE), ensure_ascii=False, allow_nan=False).encode()
     return rows, failures, player
@@ -425,7 +428,7 @@ def test_a_row_with_tools_goes_on_elsewhere_from_its_record(tmp_path: Path):
         row = replace(row, segments=(*row.segments, waits))
         assert player.ask(row, prompt, 0)
         (reply,) = player.poll({7: row}, 0)
-        assert "b<|im_end|>" in tokenizer.decode(reply.ids)
+        assert "b<|im_end|>" in tokenizer.decode(reply.observed.ids)
         assert reply.reward == reward
         assert log.read_text() == "b"
         player.end(7)
