@@ -14,6 +14,7 @@ import torch
 from critic_arms import deviation_baseline, digits_baseline, first_tokens
 from critic_block import Block, Job
 from critic_plan import quotas, write_sums
+from critic_study import flags_of
 from critic_tables import (
     best_rate,
     difference,
@@ -157,6 +158,16 @@ def test_the_best_rate_is_of_the_mean_over_seeds() -> None:
     runs = [line("V1", "1e-5", 1, 0.6), line("V1", "1e-5", 2, 0.2), line("V1", "2e-5", 1, 0.5)]
     assert best_rate(runs) == "2e-5"
     assert best_rate([]) is None
+
+
+def test_an_arm_without_a_value_model_takes_no_settings_of_one() -> None:
+    flags = "--steps 3 --value.optim.lr 2e-5 --value.range 0 1 --ppo.value-epochs 2 --ppo.lam 0.95"
+    batch = ["--ppo.baseline", "batch"]
+    assert flags_of(batch, flags.split()) == ["--steps", "3", "--ppo.lam", "0.95", *batch]
+    assert flags_of(["--value.layers", "8"], flags.split()) == [
+        *flags.split(),
+        *["--value.layers", "8"],
+    ]
 
 
 ENTRIES = {

@@ -13,11 +13,11 @@ Studies:
   `guess` each response has a number of its own; in `stakes` a group plays one game.
 * `size`: layers of the value model, and what papers add. FLAGS name preset and steps.
 
-Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time. A
-run that has ended is left as it is; so the same command makes what is missing, and prints the
-table. `--arms rate --seeds 0` makes one run. When one fails, or after `--limit` seconds, all end at
-once. OUT/runs.jsonl has a line for each run that has ended, OUT/study.md the table. `splitppo
-report OUT/*` shows the curves.
+Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time;
+an arm without a value model leaves out the flags of one. A run that has ended is left as it is; so
+the same command makes what is missing, and prints the table. `--arms rate --seeds 0` makes one run.
+A run that fails ends no other; after `--limit` seconds all end. OUT/runs.jsonl has a line for each
+run that has ended, OUT/study.md the table. `splitppo report OUT/*` shows the curves.
 """
 
 import argparse
@@ -29,12 +29,15 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from queue import Queue
 from statistics import fmean
 from typing import Any
+
+from splitppo.config import OF_VALUES
 
 STUDIES = ("mixed", "frozen", "size", "guess", "stakes")
 ROWS = (1_000, 4_000, 10_000)  # after which the explained variance is told
@@ -215,52 +218,55 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def flags_of(arm: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The flags of all runs and the arm's, without those of a value model where it has none."""
+    if "--ppo.baseline" not in arm:
+        return [*flags, *arm]
+    starts = [place for place, flag in enumerate(flags) if flag.startswith("--")]
+    settings = [flags[a:b] for a, b in pairwise([*starts, len(flags)])]
+    kept = [
+        setting
+        for setting in settings
+        if not setting[0].removeprefix("--").replace("-", "_").startswith(OF_VALUES)
+    ]
+    return [*chain.from_iterable(kept), *arm]
+
+
 class Pool:
-    """Runs side by side; all end when one fails or the time is over."""
+    """Runs side by side, until the time is over. A run that fails ends no other; `wrong` says what
+    failed."""
 
     def __init__(self, out: Path, limit: float):
         self.out = out
         self.until = time.monotonic() + limit
-        self.running: set[subprocess.Popen[bytes]] = set()
         self.lock = threading.Lock()
         self.wrong = ""
 
     def train(self, name: str, flags: list[str], gpu: str | None) -> None:
         """One run, in a process of its own; its output goes to a file."""
+        began = time.monotonic()
+        if began > self.until:
+            return
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         environ |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         log = self.out / f"{name}.log"
         command = [sys.executable, "-m", "splitppo.train", *flags]
-        began = time.monotonic()
         with log.open("ab") as file:
-            with self.lock:
-                if self.wrong:
-                    return
-                run = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
-                self.running.add(run)
+            run = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
             try:
-                status = run.wait(max(0.0, self.until - began))
+                status: object = run.wait(self.until - began)
             except subprocess.TimeoutExpired:
-                self.end(f"{name} has not ended when the time was over, see {log}")
-                return
-        if status:
-            tail = log.read_text(errors="replace")[-2000:]
-            self.end(f"{name} failed ({status}), see {log}:\n{tail}")
-            return
+                run.kill()  # a gentle end would write a checkpoint first
+                status = "the time was over"
         with self.lock:
-            self.running.discard(run)
+            if status:
+                tail = log.read_text(errors="replace")[-2000:]
+                self.wrong += f"{name} failed ({status}), see {log}:\n{tail}\n"
+                return
             told = read(self.out / name)
             with (self.out / "runs.jsonl").open("a") as file:
                 file.write(json.dumps({"run": name, "gpu": gpu} | (told or {})) + "\n")
             print(f"{name}: ended after {time.monotonic() - began:.0f} s", flush=True)
-
-    def end(self, wrong: str) -> None:
-        """Ends all runs, for this reason."""
-        with self.lock:
-            self.wrong = self.wrong or wrong
-            running = [run for run in self.running if run.poll() is None]
-        for run in running:
-            run.kill()  # a gentle end would write a checkpoint first
 
 
 def main() -> int:
@@ -310,7 +316,7 @@ def main() -> int:
             return
         gpu = free.get()
         own = ["--run-dir", str(options.out / name), "--seed", str(seed), "--force"]
-        pool.train(name, [*common, *flags.split(), *chosen[arm], *own], gpu)
+        pool.train(name, [*flags_of(chosen[arm], [*common, *flags.split()]), *own], gpu)
         free.put(gpu)
 
     with ThreadPoolExecutor(options.jobs) as threads:
