@@ -22,9 +22,9 @@ TORCHRUN = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-SAID = mmap.mmap(-1, 1 << 14)  # shared with a kept process: the end of what it printed
+SAID = mmap.mmap(-1, 1 << 14)  # shared with a supervised process: the end of what it printed
 ASK = b"\0\x05\0"  # asks the process that prints it to be up to date
-OUTPUT = 1 << 16  # bytes that a kept process may print in a second
+OUTPUT = 1 << 16  # bytes that a supervised process may print in a second
 
 
 def clean_environment() -> dict[str, str]:
@@ -55,18 +55,18 @@ def end_with_parent(parent: int, what: str, by: int = signal.SIGKILL) -> None:
         sys.exit(f"the rank that started this {what} has ended")
 
 
-def keep(parent: int) -> None:
-    """Goes on in a new process. This one keeps it: it prints what is printed there, but no flood.
-    When the new process or the rank `parent` ends, or at SIGHUP, it kills all that was started
-    there, in whatever way, and ends as the new process did: with its status, or 128 + the
+def fork_supervised(parent: int) -> None:
+    """Goes on in a new process. This one supervises it: it prints what is printed there, but no
+    flood. When the new process or the rank `parent` ends, or at SIGHUP, it kills all that was
+    started there, in whatever way, and ends as the new process did: with its status, or 128 + the
     signal."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     end_with_parent(parent, "worker", signal.SIGHUP)
     # orphans become children of this process, also those that left their group and session
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     source, sink = os.pipe()
-    kept = os.fork()
-    if not kept:
+    child = os.fork()
+    if not child:
         kill_with_parent()
         os.setsid()
         for stream in (1, 2):
@@ -80,10 +80,10 @@ def keep(parent: int) -> None:
     with suppress(ChildProcessError):  # all have ended
         while True:
             ended.setdefault(*os.wait())
-            if kept in ended:
+            if child in ended:
                 _kill_children()
     printing.join(1)
-    status = os.waitstatus_to_exitcode(ended[kept])
+    status = os.waitstatus_to_exitcode(ended[child])
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -110,13 +110,13 @@ def _print_from(source: int) -> None:
 
 
 def forget_words() -> None:
-    """Of a kept process: what was printed so far is of no interest any more."""
+    """Of a supervised process: what was printed so far is of no interest any more."""
     SAID[:] = bytes(len(SAID))
 
 
 def last_words() -> str:
-    """Of a kept process: the last error that was printed there since `forget_words`, or the last
-    line. Its children's output is among it."""
+    """Of a supervised process: the last error that was printed there since `forget_words`, or the
+    last line. Its children's output is among it."""
     SAID[:] = SAID[:].replace(ASK, bytes(len(ASK)))
     os.write(2, ASK)  # a pipe keeps the order: what came before it has been read with it
     end = time.monotonic() + 1

@@ -57,8 +57,8 @@ class Group:
 
     def all_max(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum over all ranks of the group."""
-        own = torch.tensor(values, dtype=torch.int64)
-        return self._all_reduce(own, dist.ReduceOp.MAX, *self.sizes).tolist()
+        reduced = torch.tensor(values, dtype=torch.int64)
+        return self._all_reduce(reduced, dist.ReduceOp.MAX, *self.sizes).tolist()
 
     def all_gather(self, value: Any) -> list[Any]:
         """The small object of each data-parallel rank, in their order. For start-up and figures,
@@ -76,11 +76,11 @@ class Group:
         due = torch.empty_like(sizes)
         line = self.mesh.get_group("rows")
         dist.all_to_all_single(due, sizes, group=line)
-        found = parts[0].new_empty(int(due.sum()))
+        received = parts[0].new_empty(int(due.sum()))
         dist.all_to_all_single(
-            found, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line
+            received, torch.cat(list(parts)), due.tolist(), sizes.tolist(), group=line
         )
-        return list(found.split(due.tolist()))
+        return list(received.split(due.tolist()))
 
     def barrier(self) -> None:
         """Waits for all ranks of the group. Nothing waits for the GPU's work."""
@@ -154,12 +154,12 @@ def ranks_of(model: Any) -> ModelSet:
     return getattr(model, "ranks", None) or ModelSet()
 
 
-def all_gather(own: Tensor, group: Any) -> Tensor:
+def all_gather(values: Tensor, group: Any) -> Tensor:
     """What all ranks of a process group have, `[ranks, n]`; each has a tensor `[n]`."""
     ranks = dist.get_world_size(group)
-    gathered = own.new_empty(ranks * len(own))
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.view(ranks, len(own))
+    gathered = values.new_empty(ranks * len(values))
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(ranks, len(values))
 
 
 class GroupMaker:
@@ -193,10 +193,10 @@ class GroupMaker:
         groups = [
             self.line(blocks.movedim(axis + 1, -1).flatten(0, -2)) for axis in range(len(names))
         ]
-        own: Any = [block for block in blocks if self.rank in block]
+        blocks_here: Any = [block for block in blocks if self.rank in block]
         return (
-            DeviceMesh.from_group(groups, self.device, mesh=own[0], mesh_dim_names=names)
-            if own
+            DeviceMesh.from_group(groups, self.device, mesh=blocks_here[0], mesh_dim_names=names)
+            if blocks_here
             else None
         )
 

@@ -76,10 +76,10 @@ class Heartbeat:
     def _exchange(self) -> None:
         """Sends this host's heartbeat and reads the counters of all hosts, once a period."""
         keys = {machine: f"heartbeat/{ranks[0]}" for machine, ranks in self.hosts.items()}
-        own = keys[self.peers[self.rank].machine]
+        own_key = keys[self.peers[self.rank].machine]
         while not self.closed.wait(self.period):
             with suppress(RuntimeError, dist.DistError):  # no answer: `_watch` notices
-                self.store.add(own, 1)
+                self.store.add(own_key, 1)
                 counts = self.store.multi_get(list(keys.values()))
                 self.store_answered = now = time.monotonic()
                 for machine, count in zip(keys, map(int, counts), strict=True):

@@ -52,18 +52,20 @@ class Launch:
             "GROUP_WORLD_SIZE": "1",
             **os.environ,
         }
-        given = [env.get(name, "") for name in names]
+        values = [env.get(name, "") for name in names]
         if (
             "MASTER_ADDR" not in env
-            or not all(map(str.isdecimal, given))
-            or int(given[0]) >= int(given[1])
+            or not all(map(str.isdecimal, values))
+            or int(values[0]) >= int(values[1])
         ):
-            found = " ".join(f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR"))
+            variables = " ".join(
+                f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR")
+            )
             raise UserError(
-                f"{found}: torchrun sets all of them; start with it, "
+                f"{variables}: torchrun sets all of them; start with it, "
                 "or unset RANK for one process alone"
             )
-        return cls(*map(int, given[:5]))
+        return cls(*map(int, values[:5]))
 
     def check_nodes(self) -> None:
         """Raises UserError if this node has more or fewer ranks than the average node."""
@@ -88,8 +90,8 @@ def record_error(error: BaseException) -> None:
     without a traceback."""
     if ERROR_FILE in os.environ and isinstance(error, UserError):
         # what torchrun's own handler writes, but for the "py_callstack"
-        found = {"message": {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}}
-        Path(os.environ[ERROR_FILE]).write_text(json.dumps(found))
+        report = {"message": {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}}
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps(report))
     elif ERROR_FILE in os.environ:
         get_error_handler().record_exception(error)
 

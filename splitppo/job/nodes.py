@@ -82,7 +82,7 @@ def connect(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def join(
-    store: dist.Store, launch: Launch, own: Peer, timeout: timedelta
+    store: dist.Store, launch: Launch, this_peer: Peer, timeout: timedelta
 ) -> tuple[int, list[Peer]]:
     """Waits for all ranks to start. Returns how often they have been restarted, and all peers.
     Raises an error that names the ranks that did not start in time: RuntimeError if torchrun starts
@@ -93,9 +93,9 @@ def join(
     Tickets of an earlier start do no harm: all of its ranks have ended before the first rank of
     this start begins.
     """
-    text = json.dumps(asdict(own))
+    text = json.dumps(asdict(this_peer))
     seconds = timeout.total_seconds()
-    waited = f"rank {launch.rank} on {own.host} waited {seconds:g} s for"
+    waited = f"rank {launch.rank} on {this_peer.host} waited {seconds:g} s for"
     kind, remedy = (RuntimeError, "") if is_by_torchrun() else (UserError, f"; {START}")
     if launch.rank:
         ticket = f"splitppo/ticket/{store.add('splitppo/tickets', 1)}"
@@ -116,14 +116,14 @@ def join(
         store.set(keys[0], text)
         while not store.check(keys):
             if time.monotonic() > end:
-                found = {
+                hosts = {
                     i: json.loads(store.get(key))["host"]
                     for i, key in enumerate(keys)
                     if store.check([key])
                 }
                 raise kind(
-                    f"{waited} ranks {sorted({*range(len(keys))} - {*found})}, which did not start;"
-                    f" those that did: {', '.join(f'{i} on {host}' for i, host in found.items())}"
+                    f"{waited} ranks {sorted({*range(len(keys))} - {*hosts})}, which did not start;"
+                    f" those that did: {', '.join(f'{i} on {host}' for i, host in hosts.items())}"
                     f"{remedy}"
                 )
             while answered < store.add("splitppo/tickets", 0):
@@ -145,13 +145,13 @@ def installed(package: str) -> str:
 
 
 def check_alike(
-    first: Mapping[str, str], own: Mapping[str, str], peers: Sequence[Peer], rank: int
+    first: Mapping[str, str], facts: Mapping[str, str], peers: Sequence[Peer], rank: int
 ) -> None:
     """Raises UserError, which names the hosts, if the facts of rank 0 (`first`) and of this rank
-    (`own`) differ."""
-    for name in sorted(first.keys() | own.keys()):
+    (`facts`) differ."""
+    for name in sorted(first.keys() | facts.keys()):
         there = first.get(name, "none")
-        here = own.get(name, "none")
+        here = facts.get(name, "none")
         if there != here:
             remedy = (
                 "give all nodes the same flags"
@@ -179,28 +179,28 @@ def choose_interface(peers: Sequence[Peer], rank: int) -> None:
     if not others:
         return
     addresses = interfaces()
-    if given := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        if addresses.get(given, "127.").startswith("127."):
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        if addresses.get(interface, "127.").startswith("127."):
             shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
             raise UserError(
-                f"GLOO_SOCKET_IFNAME={given} on {peers[rank].host} (rank {rank}) does not lead to "
-                f"the other nodes, {', '.join(others)}; set it to the interface of their network, "
-                f"one of {shown}"
+                f"GLOO_SOCKET_IFNAME={interface} on {peers[rank].host} (rank {rank}) does not lead "
+                f"to the other nodes, {', '.join(others)}; set it to the interface of their "
+                f"network, one of {shown}"
             )
-    elif found := _interface_to_others(peers, rank, addresses):
-        os.environ["GLOO_SOCKET_IFNAME"] = found
+    elif interface := _interface_to_others(peers, rank, addresses):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def interfaces() -> dict[str, str]:
     """name -> IPv4 address of this host's network interfaces; "" without an address."""
-    found = {name: "" for _, name in socket.if_nameindex()}
+    addresses = {name: "" for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name in found:
+        for name in addresses:
             with suppress(OSError):  # no address
                 # SIOCGIFADDR
                 answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def _interface_to_others(
@@ -211,8 +211,8 @@ def _interface_to_others(
     for master in [peers[rank].master, *sorted({peer.master for peer in peers})]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect((master, 9))  # sends nothing
-            own = probe.getsockname()[0]
+            address_here = probe.getsockname()[0]
             for name, address in addresses.items():
-                if address == own and not own.startswith("127."):
+                if address == address_here and not address_here.startswith("127."):
                     return name
     return None

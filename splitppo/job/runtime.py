@@ -68,11 +68,13 @@ class Runtime:
         self.hosts = [peer.host for peer in peers]
         self.devices = [peer.device for peer in peers]
         # each use has a connection of its own: a wait on a connection blocks all other calls on it
-        own = [shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)]
+        stores = [
+            shared if isinstance(shared, dist.HashStore) else shared.clone() for _ in range(3)
+        ]
         prefix = f"splitppo/restart_{restart}"
-        self.job = own[0]
-        self.store, self.wire_store, control = (dist.PrefixStore(prefix, store) for store in own)
-        self.status = Status(control, own[2], launch.rank, peers, placement, timeout)
+        self.job = stores[0]
+        self.store, self.wire_store, control = (dist.PrefixStore(prefix, store) for store in stores)
+        self.status = Status(control, stores[2], launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
         # rank 0: keys that all ranks will have read when they gather again
         self._check_nodes(peers, facts or {})
@@ -113,13 +115,13 @@ class Runtime:
         self.sets: dict[Role, dict[SetShape, ModelSet]] = {}
         self.saving: dict[Role, Any] = {}
         for role, ranks in self.placement.groups.items():
-            own, *_ = shapes = set_shapes.get(role, [SetShape()])
+            least, *_ = shapes = set_shapes.get(role, [SetShape()])
             held = torch.tensor(
                 replicas(role, self.placement, shard_size, local_world=self.launch.local_world)
             ).squeeze(0)
-            group = maker.group(torch.tensor([ranks]), **own._asdict())
+            group = maker.group(torch.tensor([ranks]), **least._asdict())
             mesh = maker.mesh(held[None], *SHARDED[-held.ndim :])
-            made = {shape: maker.model_set(held, shape, own) for shape in dict.fromkeys(shapes)}
+            made = {shape: maker.model_set(held, shape, least) for shape in dict.fromkeys(shapes)}
             if group and mesh:
                 self.groups[role], self.shards[role] = group, mesh
                 self.sets[role] = made

@@ -58,7 +58,7 @@ class Status:
         than the others."""
         by_rank = {str(rank): self._phase(rank) for rank in range(len(self.peers))}
         ranks = {
-            phase: [rank for rank, own in by_rank.items() if own == phase]
+            phase: [rank for rank, current in by_rank.items() if current == phase]
             for phase in dict.fromkeys(by_rank.values())
         }
         return "; ".join(

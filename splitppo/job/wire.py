@@ -156,10 +156,10 @@ class Wire:
 
         def on_stream() -> Any:
             with torch.cuda.stream(self.stream):
-                found = transfer(*args)
+                transferred = transfer(*args)
             if self.stream:
                 self.stream.synchronize()
-            return found
+            return transferred
 
         start = time.monotonic()
         try:

@@ -77,9 +77,9 @@ def write_manifest(part: Path, step: int, files: Mapping[str, File]) -> None:
 def read_manifest(part: Path) -> tuple[int, dict[str, File]]:
     """A part's step and files. Raises one of the errors in BROKEN if the manifest is missing or
     damaged."""
-    found = json.loads((part / MANIFEST).read_text())
-    return int(found["step"]), {
-        name: (int(size), int(crc)) for name, (size, crc) in found["files"].items()
+    manifest = json.loads((part / MANIFEST).read_text())
+    return int(manifest["step"]), {
+        name: (int(size), int(crc)) for name, (size, crc) in manifest["files"].items()
     }
 
 
@@ -112,9 +112,9 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
 def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError
     if `resume` is no complete checkpoint, or older than the run's newest."""
-    found = complete(run_dir) if resume != "never" else []
+    checkpoints = complete(run_dir) if resume != "never" else []
     if resume in ("auto", "never"):
-        return found
+        return checkpoints
     folder = Path(resume)
     # a link, or what it leads to, may have another name
     folder = folder.absolute() if is_complete(folder) else folder.resolve()
@@ -122,9 +122,9 @@ def candidates(run_dir: Path, resume: str) -> list[Path]:
         raise UserError(
             f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder"
         )
-    if found and step_of(found[-1]) > step_of(folder):
+    if checkpoints and step_of(checkpoints[-1]) > step_of(folder):
         raise UserError(
-            f"--resume {resume}: {run_dir} holds {found[-1].name}, a later one; "
+            f"--resume {resume}: {run_dir} holds {checkpoints[-1].name}, a later one; "
             "choose another --run-dir"
         )
     return [folder]

@@ -81,11 +81,11 @@ def preflight(resolved: Resolved) -> None:
     check_adapters(resolved)
 
 
-def check_adapters(resolved: Resolved, found: Path | None = None) -> None:
-    """Refuses adapters of other models: those to start from, or those of the checkpoint `found`, to
-    go on from."""
+def check_adapters(resolved: Resolved, resumed_from: Path | None = None) -> None:
+    """Refuses adapters of other models: those to start from, or those of the checkpoint
+    `resumed_from`."""
     for name, model in resolved.models.items():
-        start = found / resolved.role_of(name) if found else None
+        start = resumed_from / resolved.role_of(name) if resumed_from else None
         model.trainable.check(model.config, start)
 
 

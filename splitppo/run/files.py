@@ -64,8 +64,8 @@ def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
     """The JSON object of a line. Raises UserError, which names `where` (FILE:LINE), if the line
     holds none."""
     with suppress(*BROKEN):
-        if isinstance(found := json.loads(line), dict):
-            return found
+        if isinstance(record := json.loads(line), dict):
+            return record
     raise UserError(
         f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line"
     )

@@ -53,11 +53,15 @@ BLOCK = 2**18  # bytes read at once
 def finished(config: Config) -> Path | None:
     """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for
     another run."""
-    found = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
-    if config.run_dir is None or config.resume == "never" or not checkpoint.is_complete(found):
+    last_checkpoint = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
+    if (
+        config.run_dir is None
+        or config.resume == "never"
+        or not checkpoint.is_complete(last_checkpoint)
+    ):
         return None
     check_same_run(config, Path(config.run_dir))
-    return None if checkpoint.damage(found, sizes_only=True) else found
+    return None if checkpoint.damage(last_checkpoint, sizes_only=True) else last_checkpoint
 
 
 def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) -> None:
@@ -79,19 +83,19 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
                 f"run_dir={folder}: {path} is no folder that can be written to; "
                 "move it away, or choose another --run-dir"
             )
-    found = checkpoint.find(folder, config.resume)
-    begun = not found and config.resume != "never" and cli.has_steps(folder)
+    resumed_from = checkpoint.find(folder, config.resume)
+    begun = not resumed_from and config.resume != "never" and cli.has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
         raise UserError(
             f"run_dir={folder} holds a run without checkpoints; "
             "choose another, --resume never to move it aside, or --force to start again in it"
         )
-    if begun or (found and found.parent.parent.resolve() == folder.resolve()):
+    if begun or (resumed_from and resumed_from.parent.parent.resolve() == folder.resolve()):
         check_same_run(config, folder, inputs)
-    if found and (step := checkpoint.step_of(found)) > config.steps:
+    if resumed_from and (step := checkpoint.step_of(resumed_from)) > config.steps:
         raise UserError(
-            f"steps={config.steps}, but {found} is of step {step}: raise --steps to go on"
+            f"steps={config.steps}, but {resumed_from} is of step {step}: raise --steps to go on"
         )
 
 
@@ -102,15 +106,15 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
         return
     scheduled = {config.policy.optim.schedule, config.value.optim.schedule} != {"constant"}
     end = " and the learning rate's schedule ends with the last step"
-    found = [
+    differences = [
         f"{name} was {was}, and is {now}{end * (name == 'steps')}"
         for name, was, now in changes(config, folder, inputs)
         if not re.fullmatch(FREE, name) or (name == "steps" and scheduled)
     ]
-    if found:
-        more = f"; and {len(found) - 6} more" * (len(found) > 6)
+    if differences:
+        more = f"; and {len(differences) - 6} more" * (len(differences) > 6)
         raise UserError(
-            f"{'; '.join(found[:6])}{more}: that is another run than the one in {folder}; "
+            f"{'; '.join(differences[:6])}{more}: that is another run than the one in {folder}; "
             "restore the old values, choose another --run-dir, or --force to resume all the same"
         )
 
@@ -142,12 +146,14 @@ def changes(
             if name in before
         }
     if inputs is not None and free:
-        kept = read_file(
+        recorded = read_file(
             folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy
         )
         # earlier versions kept no hash of the prompts, and before a run begins there is none
-        now |= {name: kept[name] for name in (TRAINING, VALIDATION) if name in kept} | dict(inputs)
-        before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | kept
+        now |= {name: recorded[name] for name in (TRAINING, VALIDATION) if name in recorded} | dict(
+            inputs
+        )
+        before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | recorded
     return [
         (name, before.get(name, "unset"), now.get(name, "unset"))
         for name in sorted(before.keys() | now.keys())
@@ -165,12 +171,12 @@ def _without_place(setting: str, value: Any) -> Any:
     return [os.path.basename(str(path)) for path in (value if isinstance(value, list) else [value])]
 
 
-def _renamed(kept: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
-    """A run's inputs `kept` under the keys that `inputs` have for the same setting and file name,
-    wherever it lies."""
-    names = {key: re.sub(r" .*[ /]", " ", key) for key in (*kept, *inputs)}
+def _renamed(recorded: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
+    """A run's `recorded` inputs under the keys that `inputs` have for the same setting and file
+    name, wherever it lies."""
+    names = {key: re.sub(r" .*[ /]", " ", key) for key in (*recorded, *inputs)}
     keys = {name: [key for key in inputs if names[key] == name] for name in names.values()}
-    return {(keys[names[key]] or [key]).pop(0): value for key, value in kept.items()}
+    return {(keys[names[key]] or [key]).pop(0): value for key, value in recorded.items()}
 
 
 def inputs_of(
@@ -184,7 +190,7 @@ def inputs_of(
     hub name. `local`: hub name -> its path. `prompts`: name -> prompts whose texts, as they are
     rendered, have a hash under that name."""
     once = {folder: name for name, folder in reversed([*models.items()]) if folder != "tiny"}
-    given = [
+    setting_files = [
         *(("data.files", file) for file in config.data.files),
         *(("data.validation_files", file) for file in config.data.validation_files),
         ("rollout.lengths", config.rollout.lengths or ""),
@@ -196,16 +202,18 @@ def inputs_of(
         ("value.lora.path", config.value.lora.path or ""),
         *(("reward.model" if m == "reward" else f"{m}.path", folder) for folder, m in once.items()),
     ]
-    found = {}
-    for setting, name in (one for one in given if one[1]):
+    fingerprints = {}
+    for setting, name in (one for one in setting_files if one[1]):
         path = Path(local.get(name, name)).expanduser()
         inside = (file for file in sorted(path.glob("*")) if file.suffix in READ and file.is_file())
         files = {file: file.name for file in inside} if path.is_dir() else {path: name}
-        found |= {f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files}
+        fingerprints |= {
+            f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files
+        }
     for name, split in (prompts or {}).items():
         text = "\0".join(prompt.text for prompt in split.prompts).encode(errors="surrogatepass")
-        found[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return found
+        fingerprints[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return fingerprints
 
 
 def fingerprint(path: Path) -> str:
@@ -225,15 +233,15 @@ def facts_of(config: Config) -> dict[str, str]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
-    found = {
+    facts = {
         "torch": torch.__version__,
         "transformers": installed("transformers"),
         "splitppo": f"{installed('splitppo')} (code {code.hexdigest()[:8]})",
     }
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[attr-defined]
-        found |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
-    return found | {
+        facts |= {"vLLM": installed("vllm"), "NCCL": ".".join(map(str, nccl))}
+    return facts | {
         toml.flag(name): str(value)
         for name, value in toml.leaves(asdict(config))
         if name not in MAY_DIFFER
@@ -270,17 +278,17 @@ def write_run_files(
     folder: Path,
     resumed: Path | None,
     inputs: Mapping[str, str],
-    given: Iterable[str] = (),
+    user_settings: Iterable[str] = (),
 ) -> None:
-    """Writes the settings, the names of those that the user has `given`, the inputs and the
-    versions. Prints what a run `resumed` from a checkpoint changes."""
+    """Writes the settings, the names of those that the user has set (`user_settings`), the inputs
+    and the versions. Prints what a run `resumed` from a checkpoint changes."""
     before = read_if_there(folder / "given.json", json.loads) if cli.has_steps(folder) else []
     if before is not None:  # a run that an earlier version began has no such file
-        write_whole(folder / "given.json", json.dumps(sorted({*before, *given})) + "\n")
+        write_whole(folder / "given.json", json.dumps(sorted({*before, *user_settings})) + "\n")
     if resumed:
         # not of another run's checkpoint
-        own = ", with its settings where the command gives none" * cli.has_steps(folder)
-        print(f"going on from {resumed}{own}", flush=True)
+        settings_kept = ", with its settings where the command gives none" * cli.has_steps(folder)
+        print(f"going on from {resumed}{settings_kept}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
     elif cli.has_steps(folder):

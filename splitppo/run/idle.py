@@ -25,22 +25,22 @@ def free_value_epochs(critic: Sequence[Mapping[str, Any]], epochs: int) -> tuple
         The share of a step that the group waits, and the passes, at least `epochs`, with which
         steps are at most 1 % longer.
     """
-    found = [
+    timings = [
         (before["timing_s/update"] / epochs, after["perf/idle_share"], after["timing_s/step"])
         for before, after in pairwise(critic)
         if before.get("perf/update_tflop")  # rows were trained on
     ]
-    if not found:
+    if not timings:
         return 0.0, epochs
-    step = fmean(seconds for *_, seconds in found)
+    step = fmean(seconds for *_, seconds in timings)
 
     def lost(more: int) -> float:
-        return fmean(max(0.0, more * epoch - idle * seconds) for epoch, idle, seconds in found)
+        return fmean(max(0.0, more * epoch - idle * seconds) for epoch, idle, seconds in timings)
 
     more = 0
     while lost(more + 1) <= LONGER * step:
         more += 1
-    return fmean(idle * seconds for _, idle, seconds in found) / step, epochs + more
+    return fmean(idle * seconds for _, idle, seconds in timings) / step, epochs + more
 
 
 def idle_line(critic: Sequence[Mapping[str, Any]], config: Config) -> str:

@@ -31,14 +31,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """torchrun's flags of a command line, each with its value in one word; and the trainer's
     flags."""
     flags: list[str] = []
-    own: list[str] = []
+    trainer_flags: list[str] = []
     words = iter(argv)
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name in FLAGS and name != "--standalone" and "=" not in word:
             word += f"={next(words, '')}"
-        (flags if name in FLAGS else own).append(word)
-    return flags, own
+        (flags if name in FLAGS else trainer_flags).append(word)
+    return flags, trainer_flags
 
 
 def launch(flags: Sequence[str], argv: Sequence[str]) -> int:

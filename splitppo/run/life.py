@@ -61,7 +61,7 @@ def _begin_folder(
     if rank == 0:
         for warning in checks.warnings(resolved):
             warn(warning)
-        write_run_files(config, folder, resumed, inputs, resolved.given)
+        write_run_files(config, folder, resumed, inputs, resolved.user_settings)
         sources.keep_copies(
             config, {name: model.path for name, model in resolved.models.items()}, folder
         )

@@ -87,9 +87,9 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     resolved = _prepare(config, launch.world, launch.local_world, device, launch.rank == 0)
     config = resolved.config
     placement = resolved.placement
-    if found := folder.finished(config):
+    if last_checkpoint := folder.finished(config):
         if launch.rank == 0:
-            say(f"already finished, nothing to do: {found}; raise --steps to train on")
+            say(f"already finished, nothing to do: {last_checkpoint}; raise --steps to train on")
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     use_expandable_segments(resolved, launch.rank)
@@ -106,7 +106,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     if runtime.status.stopped_before_restart():
         say("stopped: a stop was requested before this restart")
         return RESUMABLE
-    resolved = replace(resolved, given=given_settings(argv))
+    resolved = replace(resolved, user_settings=given_settings(argv))
     run = rank.run = Run(*agree(resolved, runtime), runtime, engine)
     play(run)
     run.end()
@@ -162,9 +162,9 @@ def dry_run(config: Config, launch: Launch) -> str:
     unsure: list[str] = []
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
-        found = checkpoint.find(Path(config.run_dir), config.resume)
-        unsure = check_open_rows(build_sampler(resolved, training), found)
-        checks.check_adapters(resolved, found)
+        resumed_from = checkpoint.find(Path(config.run_dir), config.resume)
+        unsure = check_open_rows(build_sampler(resolved, training), resumed_from)
+        checks.check_adapters(resolved, resumed_from)
     warnings = [
         *unsure,
         *checks.warnings(resolved),
@@ -224,8 +224,10 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
     if turns:
         training.notes.extend(turns.notes)
-        if asked := training.prompts[0].messages:
-            turns.check(asked, "tool" if config.env.tools else "user", config.env.rewritten)
+        if first_messages := training.prompts[0].messages:
+            turns.check(
+                first_messages, "tool" if config.env.tools else "user", config.env.rewritten
+            )
         context = config.rollout.max_context or resolved.longest
         if longest >= context:
             raise UserError(

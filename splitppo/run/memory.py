@@ -34,7 +34,7 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
     """Phase -> what a rank holds in it at most. The names are those of the spans: `actor
     update`."""
     context = {"CUDA": CONTEXT} if resolved.device.type == "cuda" else {}
-    found: dict[str, Parts] = {}
+    held_in: dict[str, Parts] = {}
     for role in resolved.placement.groups:
         held = [
             (name, *part)
@@ -44,10 +44,10 @@ def phases(resolved: Resolved, memory: float = GPU) -> dict[str, Parts]:
         ]
         for phase, turn, work in _turns(resolved, role, memory):
             models = {part: size for name, part, size, stays in held if stays or name in turn}
-            found[f"{role} {phase}"] = max(
-                found.get(f"{role} {phase}", {}), context | models | work, key=needed
+            held_in[f"{role} {phase}"] = max(
+                held_in.get(f"{role} {phase}", {}), context | models | work, key=needed
             )
-    return found
+    return held_in
 
 
 def needed(parts: Parts) -> float:
@@ -198,7 +198,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
     shared = config.value.share_base  # such a base stays on the device
     value = replace(config.value, share_base=True)
     shareable = not any(wrong for wrong, _ in of_adapters(replace(config, value=value)))
-    found: list[tuple[str, str, Any, bool]] = [
+    candidates: list[tuple[str, str, Any, bool]] = [
         ("compute", "micro_batch_tokens", half, half >= max(longest, FEWEST)),
         ("compute", "activation_checkpointing", True, True),
         ("value", "share_base", True, resolved.placement.colocated and shareable and not shared),
@@ -211,7 +211,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
         ("fsdp", "tensor_parallel", trainer, whole),
     ]
-    for table, name, setting, _ in filter(itemgetter(3), found):
+    for table, name, setting, _ in filter(itemgetter(3), candidates):
         chosen = flag(f"{table}.{name}") + ("" if setting is True else f" {setting}")
         yield chosen, with_setting(resolved, table, name, setting)
 
@@ -346,10 +346,10 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     # of a layer, what tensor parallelism does not cut: residual stream and norms
     whole = 4 * cost.hidden
     # of each layer; of the one whose backward pass runs
-    kept = whole + (cost.saved - whole) / cut
+    bytes_per_token = whole + (cost.saved - whole) / cut
     again = 0.0
     if config.compute.activation_checkpointing:
-        kept, again = cost.hidden * cost.checkpoints, kept
+        bytes_per_token, again = cost.hidden * cost.checkpoints, bytes_per_token
     # the gradient of the output layer's weights
     head = cost.vocabulary * cost.hidden * cost.dense
     begin = 2 * head + _logits(resolved, cost, tokens, entropy=ppo.entropy_coef > 0)
@@ -364,7 +364,8 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     reduced = cost.root * (8 if shards == 1 else cost.width + 4) * cost.dense
     first = {
         "gathered weights": gathered,
-        f"activations of {tokens:,} tokens": tokens * cost.layers * kept + max(begin, inside),
+        f"activations of {tokens:,} tokens": tokens * cost.layers * bytes_per_token
+        + max(begin, inside),
     }
     if count > 1 or once:
         first["gradients"] = gradients

@@ -45,8 +45,8 @@ SENTENCES = {
 def last(steps: Sequence[Mapping[str, float]], name: str, count: int = STEPS) -> list[float]:
     """A metric in the last steps; NaN alone, which no rule holds for, if one lacks it or there are
     fewer steps."""
-    found = [step[name] for step in steps[-count:] if name in step]
-    return found if len(found) == count else [math.nan]
+    values = [step[name] for step in steps[-count:] if name in step]
+    return values if len(values) == count else [math.nan]
 
 
 def true_of(
@@ -124,13 +124,13 @@ def silent(resolved: Resolved) -> set[str]:
         and reference.name != policy.name
         and (unscored or reference.counts.parameters != policy.counts.parameters)
     )
-    found = {
+    silenced = {
         "nothing": unscored,
         "flat": unscored or is_teacher,
         "cut": not config.data.chat and not config.rollout.stop,  # texts go on to the limit
         "kl": is_teacher or (reference and (reference.name == "tiny" or reference.random_init)),
     }
-    return {name for name, holds in found.items() if holds}
+    return {name for name, holds in silenced.items() if holds}
 
 
 def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
@@ -142,13 +142,13 @@ def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
     lowest = math.inf  # score of a row
     highest = -math.inf
     while True:
-        fresh: list[tuple[Role, dict[str, float]]] = [
+        new_steps: list[tuple[Role, dict[str, float]]] = [
             (role, {name: value for name, value in record.items() if re.fullmatch(READ, name)})
             for role in ROLES
             for record in (json.loads(line) for line, _ in tails[role])
         ]
-        found = []
-        for role, step in sorted(fresh, key=lambda one: one[1]["step"]):
+        sentences = []
+        for role, step in sorted(new_steps, key=lambda one: one[1]["step"]):
             if role == "critic" and "critic/score/mean" not in step:
                 continue  # no row has ended
             steps[role].append(step)
@@ -157,5 +157,5 @@ def follow(run_dir: Path, said: Set[str] = frozenset()) -> Iterator[list[str]]:
             true = true_of(steps["actor"], steps["critic"], lowest, highest)
             new = [name for name, holds in true.items() if holds and name not in said]
             said = {*said, *new}
-            found += [f"step {step['step']}: {SENTENCES[name]}" for name in new]
-        yield found
+            sentences += [f"step {step['step']}: {SENTENCES[name]}" for name in new]
+        yield sentences

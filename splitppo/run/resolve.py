@@ -83,7 +83,7 @@ class Resolved:
     eos: Mapping[int, str] = field(default_factory=dict)
     # the time in prompts whose template shows it
     now: datetime = field(default_factory=datetime.now)
-    given: Sequence[str] = ()  # the settings that the user has set
+    user_settings: Sequence[str] = ()  # the settings that the user has set
 
     @property
     def longest(self) -> int:
@@ -194,8 +194,8 @@ def resolve(
     shared = WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
     with shared if own_code else nullcontext():
         models = {
-            name: _read_model(config, name, given, local.get(given, given), wanted, probe)
-            for name, given in model_paths(config).items()
+            name: _read_model(config, name, origin, local.get(origin, origin), wanted, probe)
+            for name, origin in model_paths(config).items()
         }
         if "reward" in models:
             read_tokenizer(models["reward"].path, own_code=own_code)
@@ -225,20 +225,22 @@ def resolve(
 
 
 def _read_model(
-    config: Config, name: str, given: str, path: str, wanted: bool, probe: bool
+    config: Config, name: str, origin: str, path: str, wanted: bool, probe: bool
 ) -> Model:
     """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
     is_value = name == "value"
     own_code = config.policy.trust_remote_code
-    found = tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
+    model_config = (
+        tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
+    )
     if is_value:
-        found = build.shorten(found, config.value.layers, given)
-        found = build.bound(found, config.value.range, given)
+        model_config = build.shorten(model_config, config.value.layers, origin)
+        model_config = build.bound(model_config, config.value.range, origin)
     model = Model(
         kind=KINDS[name],
-        name=given,
+        name=origin,
         path=path,
-        config=found,
+        config=model_config,
         random_init=is_drawn(config, name),
         packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
         trainable=_trainable(config, name, path),
@@ -321,8 +323,10 @@ def is_drawn(config: Config, name: str) -> bool:
     policy does."""
     if name == "reward":
         return config.reward.model_random_init
-    own = name != "policy" and getattr(config, name).path
-    return (name == "value" and config.value.random_init) or (not own and config.policy.random_init)
+    own_folder = name != "policy" and getattr(config, name).path
+    return (name == "value" and config.value.random_init) or (
+        not own_folder and config.policy.random_init
+    )
 
 
 def _packs(config: Config, name: str, model: Model) -> bool:
@@ -362,7 +366,7 @@ def check_sizes(
         text = model.config.get_text_config()
         most, setting = build.most_positions(text)
         if most and (prompt or longest) + new > most:
-            given = (
+            prompt_limit = (
                 f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
             )
             remedy = (
@@ -372,7 +376,7 @@ def check_sizes(
                 "to leave such rows out"
             )
             raise UserError(
-                f"{given} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
+                f"{prompt_limit} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
                 f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
                 f"read; {remedy}"
             )

@@ -235,9 +235,11 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
         }:
             (first, before), *_, (last, after) = [*scores.items()] * 2
             at = max(scores, key=lambda step: scores[step])
-            found = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
-            lines.append((title, f"{found}; best {scores[at]:.3f} at step {at}"))
-    lines += [(f"{role} time", _shares(found)) for role, found in steps.items() if found]
+            first_and_last = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
+            lines.append((title, f"{first_and_last}; best {scores[at]:.3f} at step {at}"))
+    lines += [
+        (f"{role} time", _shares(role_steps)) for role, role_steps in steps.items() if role_steps
+    ]
     if free := idle_line(steps["critic"], config):
         lines.append(("value epochs", free))
     run = shlex.quote(str(folder))

@@ -70,19 +70,19 @@ class Result:
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     """A job's split and its flags: all of them, since a preset may set others. A wrong job is a
     UserError."""
-    found = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?", job)
-    if not found:
+    groups = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?", job)
+    if not groups:
         raise UserError(f"--jobs {job}: write colocated, 3+1 or 3+1/critic")
     split = Split(gpus, 0)
-    if found[1]:
-        split = Split(int(found[1]), int(found[2]), "critic" if found[3] else "actor")
+    if groups[1]:
+        split = Split(int(groups[1]), int(groups[2]), "critic" if groups[3] else "actor")
         if not split.actor or not split.critic or split.actor + split.critic != gpus:
             raise UserError(
                 f"--jobs {job}: two groups of at least one rank each must add up to --gpus {gpus}"
             )
     return split, (
         f"--placement.mode {'per_node' if split.critic else 'colocated'} "
-        f"--placement.actor {found[1]} --placement.critic {found[2]} "
+        f"--placement.actor {groups[1]} --placement.critic {groups[2]} "
         f"--placement.reference {split.reference}"
     ).split()
 
@@ -98,34 +98,34 @@ def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
     return ("colocated", *free, *(f"{job}/critic" for job in free if movable))
 
 
-def lengths_of(given: str) -> list[int]:
+def lengths_of(distribution: str) -> list[int]:
     """The response lengths that `--lengths` names. What is no distribution and no file is a
     UserError."""
-    if found := re.fullmatch(r"fixed:(\d+)", given):
-        return [int(found[1])]
-    if found := re.fullmatch(r"lognormal:(\d+):(\d+)", given):
+    if parts := re.fullmatch(r"fixed:(\d+)", distribution):
+        return [int(parts[1])]
+    if parts := re.fullmatch(r"lognormal:(\d+):(\d+)", distribution):
         sigma = 0.8
-        mu = math.log(max(1, int(found[1]))) - sigma**2 / 2
+        mu = math.log(max(1, int(parts[1]))) - sigma**2 / 2
         draw = random.Random(0)
         drawn = (round(draw.lognormvariate(mu, sigma)) for _ in range(DRAWN))
-        return [min(int(found[2]), max(1, length)) for length in drawn]
-    if not Path(given).is_file():
+        return [min(int(parts[2]), max(1, length)) for length in drawn]
+    if not Path(distribution).is_file():
         raise UserError(
-            f"--lengths {given}: write fixed:512, lognormal:240:1024, "
+            f"--lengths {distribution}: write fixed:512, lognormal:240:1024, "
             "or name a file with one a line"
         )
     from splitppo.data import read_lengths  # imports torch, and --help must not wait for it
 
-    return read_lengths(RolloutConfig(lengths=given, max_new_tokens=sys.maxsize))
+    return read_lengths(RolloutConfig(lengths=distribution, max_new_tokens=sys.maxsize))
 
 
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
     """The trainer's flags that are alike in all jobs; writes the file of lengths."""
-    own = (
+    common = (
         f"--steps {bench.warmup + bench.steps} --log.validate-every 0 "
         "--checkpoint.every 0 --checkpoint.no-last --log.trackers"  # a preset may have set them
     )
-    flags = [*extra, *own.split()]
+    flags = [*extra, *common.split()]
     if lengths:
         file = out / "lengths.txt"
         file.write_text("".join(f"{length}\n" for length in lengths))
@@ -166,9 +166,9 @@ def result_of(job: str, folder: Path, warmup: int) -> Result:
         role: [step.metrics for step in column.values()]
         for role, column in zip(ROLES, read_columns(folder), strict=True)
     }
-    last = {role: found[warmup:] for role, found in steps.items()}
+    last = {role: lines[warmup:] for role, lines in steps.items()}
     metrics = {
-        role: {n: mean(found, n) for step in found for n in step} for role, found in last.items()
+        role: {n: mean(lines, n) for step in lines for n in step} for role, lines in last.items()
     }
     return Result(
         job,
@@ -245,14 +245,14 @@ def main() -> int:
             continue
         speed = f"{results[-1].tokens_s:,.0f} tokens/s"
         print(f"  {speed}, {results[-1].seconds('actor', 'step'):.2f} s a step", flush=True)
-        found = {
+        report = {
             "bench": asdict(bench),
             "flags": flags,
             "gpu": gpu,
             "results": [asdict(result) for result in results],
         }
         # after each job: the next may never end
-        write_whole(out / "bench.json", json.dumps(found, indent=1) + "\n")
+        write_whole(out / "bench.json", json.dumps(report, indent=1) + "\n")
     if results:
         print(
             f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}",

@@ -100,7 +100,7 @@ def load(
         if wrong:
             raise wrong[0]
         ids = prompts[0].tokens
-        found = []
+        answered = []
         if len(ids) > room:
             raise UserError(
                 f"a prompt of {len(ids)} tokens, but {room} fit beside {most} new ones; shorten it"
@@ -118,10 +118,10 @@ def load(
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, engine.device)
             figures = {"value": value_outputs(value, batch).cpu()} if value else {}
-            found += token_figures(
+            answered += token_figures(
                 rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )
-        return found
+        return answered
 
     return answers
 
@@ -158,8 +158,8 @@ def show(run: Path, answers: list[Answer]) -> None:
                 f"{json.dumps(t, ensure_ascii=False)} {'-' if v is None else f'{v:.4g}'}"
                 for t, v in zip(answer["text"], answer.get("value", ()), strict=False)
             ]
-            told = "  ".join(figures) or "the run has no value model (ppo.baseline)"
-            print(f"{head}, values: {told}")
+            values = "  ".join(figures) or "the run has no value model (ppo.baseline)"
+            print(f"{head}, values: {values}")
         return
     series = curves({}, read_columns(run)[1])
     low = min(series.get("critic/score/min", {0: 0.0}).values())

@@ -107,11 +107,13 @@ def mean(lines: Lines, name: str) -> float:
 def updates(lines: Lines) -> tuple[float, float]:
     """Seconds of an update and a rank's 10^12 model FLOPs a second in it. Steps without an update
     are left out: the critic's warm-up, and steps that trained on no row."""
-    found = [line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")]
-    if not found:
+    updating = [
+        line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")
+    ]
+    if not updating:
         raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
-    seconds = mean(found, "timing_s/update")
-    return seconds, mean(found, "perf/update_tflop") / seconds
+    seconds = mean(updating, "timing_s/update")
+    return seconds, mean(updating, "perf/update_tflop") / seconds
 
 
 def waiting(rate: float, other: float) -> float:
@@ -178,10 +180,12 @@ def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[
     """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a
     set in the actor and in the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
-    found = [Split(gpus, 0)] + [Split(x, gpus - x, side) for x in range(1, gpus) for side in sides]
+    candidates = [Split(gpus, 0)] + [
+        Split(x, gpus - x, side) for x in range(1, gpus) for side in sides
+    ]
     return [
         split
-        for split in found
+        for split in candidates
         if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0
     ]
 
@@ -234,7 +238,7 @@ def window_advice(
 ) -> list[str]:
     """Speed and age of the tokens that are trained on, for each window below the longest
     response."""
-    own = sum(lengths) / len(lengths) / predict(work, split)
+    speed_here = sum(lengths) / len(lengths) / predict(work, split)
     lines = []
     for window in (size for size in WINDOWS if size < max(lengths)):
         each = {s: predict(with_window(work, s, lengths, window), s) for s in choices}
@@ -243,7 +247,8 @@ def window_advice(
         speed = window / each[best]
         lines.append(
             f"  rollout.window {window}: {work.batch * speed:,.0f} response tokens/s, "
-            f"{speed / own:.2f}x this run's, on {best}; tokens are {age:.1f} steps old on average"
+            f"{speed / speed_here:.2f}x this run's, on {best}; "
+            f"tokens are {age:.1f} steps old on average"
         )
     return lines
 

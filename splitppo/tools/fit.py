@@ -48,7 +48,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             its name has them.
     """
     config = model_config(name)
-    found = []
+    fitting = []
     least = []
     total = memory * GB
     models = {
@@ -75,14 +75,14 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
                 f"  {split}: {predict(work, split):.1f} s a step (actor column {actor:.1f} s, "
                 f"critic column {critic:.1f} s), {need / 2**30:.0f} GiB at most ({phase})"
             )
-            found.append(
+            fitting.append(
                 (predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}")
             )
         else:
             least.append(
                 (need, f"{split} does not fit: the {phase} needs {need / 2**30:.0f} GiB at least")
             )
-    if not found:
+    if not fitting:
         raise UserError(
             f"{name} on {gpus} GPUs, each with {card(total)}: {min(least)[1]}; "
             "use more GPUs, or a smaller --length"
@@ -93,7 +93,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         f"planned for {card(total)}",
         f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest "
         f"on average; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
-        *(line for _, *both in sorted(found)[:SHOWN] for line in both),
+        *(line for _, *both in sorted(fitting)[:SHOWN] for line in both),
         *(f"  {line}" for _, line in sorted(least)[:1]),
     ]
 

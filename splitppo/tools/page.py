@@ -46,7 +46,7 @@ def build_page(folder: Path, run: Run, chosen: int | None, follow: int | None = 
         if step == chosen or i > len(timed) - TIMELINES
     ]
     metrics = [step.metrics for column in (actor, critic) for step in column.values()]
-    changed = differences([run.settings, flat(asdict(Config()))], [run.given])
+    changed = differences([run.settings, flat(asdict(Config()))], [run.user_settings])
     bins = critic[max(critic)].calibration if critic else ()
     calibration = [[f"{one[name]:.4g}" for name in CALIBRATION] for one in bins]
     versions = read_if_there(folder / "versions.json", lambda text: dict(json.loads(text)))
@@ -55,7 +55,7 @@ def build_page(folder: Path, run: Run, chosen: int | None, follow: int | None = 
         {
             "name": run.name,
             "about": f"{folder.resolve()}: {max(actor)} steps",
-            "time": max((found["time"] for found in metrics if "time" in found), default=None),
+            "time": max((record["time"] for record in metrics if "time" in record), default=None),
             "tables": [
                 [
                     "Settings that differ from the defaults",
@@ -118,8 +118,8 @@ def render(data: dict[str, Any], runs: Sequence[Run], follow: int | None = None)
     }
     files = Path(__file__).with_name("web")
 
-    def part(found: re.Match[str]) -> str:
-        name = found[1]
+    def part(placeholder: re.Match[str]) -> str:
+        name = placeholder[1]
         return embed(data) if name == "data" else (files / name).read_text(encoding="utf-8")
 
     template = (files / "report.html").read_text(encoding="utf-8")
@@ -139,13 +139,13 @@ def seeds(runs: Sequence[Run]) -> list[int]:
 def clocks(series: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     """By the end of each step, the `tokens` of all steps so far and the `hours` that they took
     (`curve`); those that are recorded."""
-    found = {}
+    by_unit = {}
     for unit, metric, size in (("tokens", "tokens", 1), ("hours", "timing_s/step", 3600)):
         if points := series.get(metric):
             steps = sorted(points)
             sums = accumulate(points[step] / size for step in steps)
-            found[unit] = curve(dict(zip(steps, sums, strict=True)), CURVE_POINTS)
-    return found
+            by_unit[unit] = curve(dict(zip(steps, sums, strict=True)), CURVE_POINTS)
+    return by_unit
 
 
 def embed(data: Any) -> str:
@@ -170,12 +170,12 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
 def groups(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Any]:
     """[group, [[metric, [[number of the run, *`curve`], ...]], ...]] for each group: what stands
     before the last slash of a metric's name. Groups of scores come first."""
-    found: dict[str, list[Any]] = {}
+    by_group: dict[str, list[Any]] = {}
     most = min(CURVE_POINTS, max(POINTS // max(1, sum(map(len, runs))), 100))
     for name in sorted({name for run in runs for name in run} - NO_METRICS):
         lines = [[i, *curve(run[name], most)] for i, run in enumerate(runs) if name in run]
-        found.setdefault(name.rpartition("/")[0] or "others", []).append([name, lines])
-    return sorted(found.items(), key=lambda group: ("score" not in group[0], group[0]))
+        by_group.setdefault(name.rpartition("/")[0] or "others", []).append([name, lines])
+    return sorted(by_group.items(), key=lambda group: ("score" not in group[0], group[0]))
 
 
 def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float | None]]:
@@ -188,14 +188,14 @@ def curve(points: Mapping[int, float], most: int) -> tuple[list[int], list[float
     if len(steps) > most:
         inner = steps[1:-1]
         stretches = (most - 2) // (2 if all(map(math.isfinite, points.values())) else 3)
-        kept = {steps[0], steps[-1]}
+        chosen = {steps[0], steps[-1]}
         for i in range(stretches):
             part = inner[len(inner) * i // stretches : len(inner) * (i + 1) // stretches]
             finite = sorted(
                 (step for step in part if math.isfinite(points[step])), key=points.__getitem__
             )
-            kept |= {*finite[:1], *finite[-1:], *sorted({*part} - {*finite})[:1]}
-        steps = sorted(kept)
+            chosen |= {*finite[:1], *finite[-1:], *sorted({*part} - {*finite})[:1]}
+        steps = sorted(chosen)
     return steps, [
         float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None for step in steps
     ]
@@ -213,9 +213,9 @@ def read_samples(folder: Path) -> dict[str, Any]:
     """
     files = sorted(folder.glob("step_*.jsonl"))
     rows = []
-    kept = thin(files, SAMPLE_STEPS)
-    for path in kept:
-        for i, row in enumerate(islice(read_lines(path), SAMPLE_ROWS // len(kept))):
+    chosen = thin(files, SAMPLE_STEPS)
+    for path in chosen:
+        for i, row in enumerate(islice(read_lines(path), SAMPLE_ROWS // len(chosen))):
             rows.append({key: _cell(value) for key, value in shown(row).items()})
             if turns := row.get("turns"):
                 del rows[-1]["response"]
@@ -227,7 +227,7 @@ def read_samples(folder: Path) -> dict[str, Any]:
             tokens = row.get("tokens", {})
             if values := tokens.get("value"):
                 rows[-1]["first_value"] = _cell(values[0])
-            if tokens and path in thin(kept, TOKEN_STEPS) and i < TOKEN_ROWS:
+            if tokens and path in thin(chosen, TOKEN_STEPS) and i < TOKEN_ROWS:
                 rows[-1]["tokens"] = {
                     name: list(map(_cell, xs[:TOKENS])) for name, xs in tokens.items()
                 }

@@ -70,9 +70,9 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
             f"{run} has rollout.window={config.rollout.window}; "
             "name a run of the same model with window 0"
         )
-    found = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
-    critics = 0 if found["placement"] == "colocated" else found["critic"]
-    split = Split(found["actor"], critics, config.placement.reference)
+    facts = read_file(run / "resolved.json", json.loads, "resume the run, which writes it again")
+    critics = 0 if facts["placement"] == "colocated" else facts["critic"]
+    split = Split(facts["actor"], critics, config.placement.reference)
     actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
     work = measured(actor, critic, split, config.rollout.batch_size)
     lengths = row_lengths(run)

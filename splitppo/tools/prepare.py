@@ -36,8 +36,8 @@ def answer_of(solution: str) -> str:
     r"""The answer in a published solution, or "": the number after `####` at its end, without
     commas, or what the last `\boxed{...}` or `\fbox{...}` holds; after a `\boxed 5` without braces,
     what is left of the formula."""
-    if found := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
-        return found[1].replace(",", "")
+    if number := re.search(r"####\s*(-?[0-9.,]+)\s*$", solution):
+        return number[1].replace(",", "")
     *_, left = ["", *re.split(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", solution)[1:]]
     if not left.startswith("{"):
         return re.split(r"\$|\\[])]|\n", left)[0].strip()
@@ -85,8 +85,8 @@ def locate_split(data: Published, source: Path | None, split: str) -> str:
     remedy = f"download it from {data.page} and give --source FOLDER"
     if source is not None:
         names = [f"{split}.jsonl", f"{split}.parquet", name]
-        if found := [str(source / name) for name in names if (source / name).is_file()]:
-            return found[0]
+        if existing := [str(source / name) for name in names if (source / name).is_file()]:
+            return existing[0]
         raise UserError(f"--source {source}: holds none of {', '.join(names)}; {remedy}")
     from splitppo.models.hub import find  # slow to import
 

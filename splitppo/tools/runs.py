@@ -56,7 +56,8 @@ class Run(NamedTuple):
     series: dict[str, dict[int, float]]  # its curves by metric
     settings: dict[str, str]  # as `flat` has them; none without config.toml
     columns: tuple[Column, Column] = ({}, {})  # the actor's and the critic's
-    given: Collection[str] | None = None  # the settings that the user set; None: not recorded
+    # the settings that the user set; None: not recorded
+    user_settings: Collection[str] | None = None
 
 
 def check_folder(run: Path, *, file: str = "") -> None:
@@ -100,12 +101,12 @@ def seconds(value: float) -> str:
 def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
     """The values of each metric by step. A critic's metric has `critic/` in front, also where its
     name lacks it."""
-    found: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for prefix, column in (("", actor), ("critic/", critic)):
         for number, step in sorted(column.items()):
             for name, value in step.metrics.items():
-                found.setdefault(prefix + name.removeprefix(prefix), {})[number] = value
-    return found
+                series.setdefault(prefix + name.removeprefix(prefix), {})[number] = value
+    return series
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -133,7 +134,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 settings=read_if_there(folder / "config.toml", lambda s: flat(tomllib.loads(s)))
                 or {},
                 columns=columns,
-                given=read_if_there(folder / "given.json", json.loads),
+                user_settings=read_if_there(folder / "given.json", json.loads),
             )
         )
     return runs
@@ -142,26 +143,26 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def flat(table: dict[str, Any]) -> dict[str, str]:
     """Settings by dotted name, each as JSON, with those that a preset leaves out since they are
     unset by default."""
-    given = dict(leaves(table))
+    settings = dict(leaves(table))
     return {
         name: "unset" if value is None else json.dumps(value, ensure_ascii=False)
-        for name, value in (dict(leaves(asdict(Config()))) | given).items()
-        if name != "config" and (name in given or value is None)
+        for name, value in (dict(leaves(asdict(Config()))) | settings).items()
+        if name != "config" and (name in settings or value is None)
     }
 
 
 def differences(
-    columns: Sequence[Mapping[str, str]], given: Sequence[Collection[str] | None] = (None,)
+    columns: Sequence[Mapping[str, str]], user_set: Sequence[Collection[str] | None] = (None,)
 ) -> Rows:
     """(setting, its value in each column) of each setting that isn't the same in all columns that
-    have any; - where a run of another version lacks it. `given`: the settings that the user of each
-    run set. Those that no user set are left out, since only their defaults differ; unless a run of
-    an earlier version (None) has no record of that."""
+    have any; - where a run of another version lacks it. `user_set`: the settings that the user of
+    each run set. Those that no user set are left out, since only their defaults differ; unless a
+    run of an earlier version (None) has no record of that."""
     names = dict.fromkeys(name for column in (flat(asdict(Config())), *columns) for name in column)
     rows = [
         (name, *(column.get(name, "-") for column in columns))
         for name in names
-        if any(own is None or name in own for own in given)
+        if any(user is None or name in user for user in user_set)
     ]
     return [
         row
@@ -172,9 +173,12 @@ def differences(
 
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
-    rows = differences([run.settings for run in runs], [run.given for run in runs])
-    own = ("run_dir", "log.name")
-    return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] not in own)]
+    rows = differences([run.settings for run in runs], [run.user_settings for run in runs])
+    own_names = ("run_dir", "log.name")
+    return [
+        ("setting", *(run.name for run in runs)),
+        *(row for row in rows if row[0] not in own_names),
+    ]
 
 
 def results_table(runs: Sequence[Run]) -> Rows:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
-from splitppo.job.child import forget_words, keep
+from splitppo.job.child import forget_words, fork_supervised
 from splitppo.workers import Handler, Work, awaited
 
 
@@ -67,7 +67,7 @@ async def serve_async(connection: Connection, handler: Handler, work: Work) -> N
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    keep(int(sys.argv[2]))
+    fork_supervised(int(sys.argv[2]))
     connection = Connection(int(sys.argv[1]))
     faulthandler.enable()
     # a program that a function starts must not hold it open
