@@ -19,7 +19,6 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
@@ -84,6 +83,10 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
+    for name in vars(config):
+        # such as a fast attention for which this machine has no library: `build` chooses
+        if name.endswith("_implementation_internal"):
+            setattr(config, name, None)
     check_ids(folder, "config.json", vars(config), getattr(config, "vocab_size", 2**31))
     return config
 
@@ -231,14 +234,11 @@ def build(
         # class to tell
         every = getattr(config, "layers_in_folder", 0)
         ignored = [
-            f"{SCALE}$",
             "inv_freq$",
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
             *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
-        # the head of a value model has another name in some families
-        head = [WeightRenaming(r"^classifier\.", "score.")] if kind in ("value", "both") else []
-        names = [*get_model_conversion_mapping(model), *head], ignored
+        names = get_model_conversion_mapping(model), ignored
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(

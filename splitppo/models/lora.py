@@ -29,6 +29,7 @@ from splitppo.models.build import build
 from splitppo.models.cost import Cost
 from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
+from splitppo.models.stored import FLOATS, describe_kinds
 from splitppo.models.tensor import cut_adapter, parts_of
 from splitppo.models.trainable import Trainable
 
@@ -38,8 +39,24 @@ GRAPHS = 64
 WEIGHTS = "adapter_model.safetensors"  # peft's files
 SETTINGS = "adapter_config.json"
 FILES = (SETTINGS, WEIGHTS)
-# kinds of adapters that peft has beside the plain one: fields of its settings
-OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern")
+# values at which a setting of peft does nothing, and those of settings that may have others; what
+# is not listed may change what an adapter, or the base beside it, computes
+OFF = (None, False, 0, "", [], {})
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, *OFF, "gaussian", "eva", "orthogonal"),
+    "qalora_group_size": (16,),  # without `use_qalora`
+    "megatron_core": ("megatron.core",),  # without `megatron_config`
+    "runtime_config": ({"ephemeral_gpu_offload": False}, *OFF),
+}
+# `check` compares r and lora_alpha, and the stored tensors, which show what these came to; the
+# others are of training, or words about the adapter
+FREE = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save"),
+    *("layers_to_transform", "layers_pattern", "lora_dropout", "task_type", "auto_mapping"),
+    *("base_model_name_or_path", "revision", "inference_mode", "peft_version"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +90,9 @@ class Adapter(Trainable):
     def read(self, model: nn.Module) -> None:
         read(model, self)
 
-    def check(self, config: PretrainedConfig, start: Path | None = None) -> None:
+    def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
         folder = start or self.settings.path
-        if folder:
-            check(Path(folder), config, self)
+        return check(Path(folder), config, self) if folder else []
 
     def held_in(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -253,44 +269,73 @@ def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
         ) from error
 
 
-def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> None:
+def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> list[str]:
     """Raises a UserError if an adapter's folder is of another rank, scale, kind or base than
-    `adapter`, or of other layers."""
-    found, stored = open_adapter(folder)
-    own = f"{adapter.kind}.lora"
+    `adapter`, or of other layers. Returns what the user should know of it."""
+    settings, stored = open_adapter(folder)
+    setting = f"{adapter.kind}.lora"
     for name, key, due in (
         ("rank", "r", adapter.settings.rank),
         ("alpha", "lora_alpha", adapter.alpha),
     ):
-        if found.get(key) != due:
+        if settings.get(key) != due:
             raise UserError(
-                f"{own}.{name}={due}: the adapter in {folder} has {found.get(key)}; "
-                f"set {flag(f'{own}.{name}')} {found.get(key)}"
+                f"{setting}.{name}={due}: the adapter in {folder} has {settings.get(key)}; "
+                f"set {flag(f'{setting}.{name}')} {settings.get(key)}"
             )
-    if others := [name for name in OTHER_KINDS if found.get(name)]:
-        raise UserError(
-            f"{folder}: an adapter with {others[0]}, which is not in this version; "
-            "merge it into its base with peft, and train that"
-        )
+    _check_settings(folder, settings)
     model = build(config, adapter.kind)
     add(model, adapter)
-    shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+    parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+    shapes = {name: part.get_shape() for name, part in parts.items()}
     due = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
     # a head may be drawn
-    drawn = {*map(peft_name, HEAD)} - shapes.keys()
-    for name in sorted((due.keys() | shapes.keys()) - drawn):
+    drawn = [name for name in map(peft_name, HEAD) if name in due and name not in shapes]
+    for name in sorted((due.keys() | shapes.keys()) - {*drawn}):
         if (there := shapes.get(name)) != (here := due.get(name)):
             raise UserError(
                 f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
-                f"{adapter.kind}.path={adapter.base} and {own}.targets; it is an adapter of "
+                f"{adapter.kind}.path={adapter.base} and {setting}.targets; it is an adapter of "
                 "another base or of other targets: give those with which it was trained"
             )
+    saved = settings.get("modules_to_save") or []
+    if saved and not any(f".{module}." in name for module in saved for name in shapes):
+        raise UserError(
+            f"{folder}: {SETTINGS} names {', '.join(saved)} among modules_to_save, and no tensor "
+            "is there; save the adapter again"
+        )
+    kinds = _kinds_of(folder, parts)
     base = (stored.metadata() or {}).get("base")
     if base and base != adapter.digest():
         raise UserError(
             f"{folder}: an adapter of another base than {adapter.kind}.path={adapter.base} "
             f"({base} there, {adapter.digest()} here); give the base with which it was trained"
         )
+    new = [f"its head starts new ({', '.join(drawn)})"] if drawn else []
+    return [f"adapter {folder}: {note}" for note in (*new, *describe_kinds(kinds))]
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises a UserError if a setting of peft may change what an adapter computes."""
+    for name, value in settings.items():
+        if name not in FREE and value not in HARMLESS.get(name, OFF):
+            raise UserError(
+                f"{folder}: an adapter with {name}={json.dumps(value)}, which is not in this "
+                "version; merge it into its base with peft, and train that"
+            )
+
+
+def _kinds_of(folder: Path, parts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Type -> an adapter's tensors of that type. Raises a UserError if one is no float."""
+    kinds: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        kinds.setdefault(part.get_dtype(), []).append(name)
+    if wrong := [kind for kind in kinds if kind not in FLOATS]:
+        raise UserError(
+            f"{folder}: {kinds[wrong[0]][0]} is stored as {wrong[0]}; "
+            f"save the adapter as one of {', '.join(FLOATS)}"
+        )
+    return kinds
 
 
 def read(model: nn.Module, adapter: Adapter) -> None:

@@ -6,13 +6,14 @@ may name its tensors otherwise, and several of them may make a weight.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from splitppo.models.build import folder_error
+from splitppo.models.build import SCALE, folder_error
 
 HEAD = ("score.weight", "score.bias")  # of a value model
 # in the name of an adapter's weight (lora.py): which of its two matrices, and whose it is
@@ -49,16 +50,25 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     return {alias: main for alias, main in mains.items() if alias != main}
 
 
-def sources(
-    model: Any, folder: str, stored: Iterable[str]
-) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """From a folder's names to the model's.
+@dataclass(frozen=True)
+class Sources:
+    """Which of a folder's tensors make a model.
 
-    Returns:
-        weight or buffer -> the tensors, of the `stored` ones, that make it. Tied weights have the
-        same. Today one tensor makes a weight: where transformers would merge or split some, this
-        is a UserError. The tensors for which the model's modules have no weight.
+    Attributes:
+        made_of: weight or buffer -> the tensors that make it. Tied weights have the same. Today one
+            tensor makes a weight.
+        unexpected: tensors of the model's modules for which these have no weight.
+        unused: the other tensors that are not read.
     """
+
+    made_of: Mapping[str, tuple[str, ...]]
+    unexpected: Sequence[str]
+    unused: Sequence[str]
+
+
+def find_sources(model: Any, folder: str, shapes: Mapping[str, Sequence[int]]) -> Sources:
+    """From a folder's names to the model's. `shapes`: of the folder's tensors, by name. Raises a
+    UserError if two tensors are the same weight, or if transformers would merge or split one."""
     conversions, ignored = model.folder_names
     merges = [part for part in conversions if isinstance(part, WeightConverter)]
     renames = [part for part in conversions if part not in merges]
@@ -69,9 +79,10 @@ def sources(
         for name in known
         for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
     }
-    found: dict[str, tuple[str, ...]] = {}
+    made_of: dict[str, tuple[str, ...]] = {}
     unexpected: list[str] = []
-    for source in stored:
+    unused: list[str] = []
+    for source in shapes:
         name, merged = rename_source_key(source, renames, merges, model.base_model_prefix, known)
         if merged:
             raise folder_error(
@@ -79,13 +90,54 @@ def sources(
                 f"weight {source} must be merged or split on loading, which is not in this version",
                 "use another model",
             )
+        if name in made_of:
+            raise folder_error(
+                folder,
+                f"{made_of[name][0]} and {source} are both the weight {name}",
+                "remove the one that is not the model's",
+            )
         if name in known:
-            found[name] = (source,)
+            made_of[name] = (source,)
+        elif source.endswith(SCALE) and source.removesuffix(SCALE) in shapes:
+            continue  # it is read with its weight
         elif name.split(".")[0] in modules and not re.search("|".join(ignored), name):
             unexpected.append(source)
-    return (
-        {main: found[alias] for alias, main in ties.items() if alias in found} | found,
-        unexpected,
+        else:
+            unused.append(source)
+    if HEAD[0] in known and HEAD[0] not in made_of:
+        width = model.get_parameter(HEAD[0]).shape[-1]
+        for name, source in find_head({name: shapes[name] for name in unused}, width).items():
+            if name in known:
+                made_of[name] = (source,)
+                unused.remove(source)
+    tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
+    return Sources(tied | made_of, unexpected, unused)
+
+
+def find_head(shapes: Mapping[str, Sequence[int]], width: int) -> dict[str, str]:
+    """The scalar head among tensors outside of a body of this width, under any name
+    (`value_head.weight`, `v_head.summary.weight`, an output layer of one row): name in `HEAD` ->
+    tensor. {} if there is none, or it is not alone, as in a head of several layers."""
+    rows = [name for name, shape in shapes.items() if [*shape] == [1, width]]
+    if len(rows) != 1 or not rows[0].endswith(".weight"):
+        return {}
+    weight = rows[0]
+    bias = weight.removesuffix("weight") + "bias"
+    head = [name for name in shapes if name.split(".")[0] == weight.split(".")[0]]
+    if bias in head and [*shapes[bias]] == [1]:
+        return dict(zip(HEAD, (weight, bias), strict=True)) if len(head) == 2 else {}
+    return {HEAD[0]: weight} if len(head) == 1 else {}
+
+
+def shorten_names(names: Iterable[str]) -> str:
+    """Names of weights in a line; four or more that differ only in a number, such as the layer's,
+    are one."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return ", ".join(
+        f"{pattern} ({len(same)})" if len(same) > 3 else ", ".join(same)
+        for pattern, same in alike.items()
     )
 
 

@@ -19,7 +19,7 @@ LONGEST_CHARACTER = 8  # tokens; one of UTF-8 has four bytes at most
 def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
     """Raises a UserError if the folder has none, or if it can't be read. With `own_code` its Python
     code may run."""
-    if not any(file for pattern in FILES for file in Path(folder).glob(pattern)):
+    if not has_tokenizer(folder):
         raise folder_error(
             folder, "no tokenizer there", "save one beside the model (tokenizer.json)"
         )
@@ -31,6 +31,20 @@ def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
         raise folder_error(
             folder, f"its tokenizer can't be read: {error}", "save it again"
         ) from error
+
+
+def has_tokenizer(folder: str) -> bool:
+    return any(file for pattern in FILES for file in Path(folder).glob(pattern))
+
+
+def find_differences(other: Any, policy: Any) -> dict[int, tuple[str | None, str]]:
+    """The policy's ids that stand for another token in another tokenizer: id -> its token there,
+    None if it has none, and the policy's. Each model that reads the policy's ids is held against
+    them."""
+    # sorted: of two tokens with one id, the same counts on both sides
+    there = {i: token for token, i in sorted(other.get_vocab().items())}
+    here = {i: token for token, i in sorted(policy.get_vocab().items())}
+    return {i: (there.get(i), token) for i, token in here.items() if there.get(i) != token}
 
 
 def vocabulary_size(tokenizer: Any) -> int:

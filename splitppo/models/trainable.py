@@ -39,8 +39,10 @@ class Trainable:
     def read(self, model: nn.Module) -> None:
         """Fills what `add` added, after the model's own weights."""
 
-    def check(self, config: PretrainedConfig, start: Path | None = None) -> None:
-        """Raises UserError if training can't start from the folder `start`."""
+    def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
+        """Raises UserError if training can't start from the folder `start`, by default the one that
+        the settings name. Returns what the user should know of it."""
+        return []
 
     def held_in(self, dtype: torch.dtype) -> torch.dtype:
         """The precision of the weights as the optimizer sees them; `dtype` is that of forward

@@ -1,41 +1,26 @@
 """Weights: read from a folder's safetensors files shard by shard, checked against the model,
 written again."""
 
-import json
 import re
 import shutil
 import zlib
 from collections.abc import Iterable
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from splitppo.errors import UserError
-from splitppo.models.build import SCALE, Kind, build, check_type, folder_error, on_meta
-from splitppo.models.heads import SharedModel, ValueModel
-from splitppo.models.names import (
-    ADAPTER,
-    HEAD,
-    buffers_of,
-    of_classifier,
-    outside,
-    sources,
-    ties_of,
-    weights_of,
-)
+from splitppo.models.build import Kind, build, check_type, folder_error, on_meta
+from splitppo.models.heads import ValueModel
+from splitppo.models.names import ADAPTER, HEAD, buffers_of, of_classifier, ties_of, weights_of
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
+from splitppo.models.stored import HEADED, StoredWeights
 
-HEADED = (ValueModel, SharedModel)  # with a scalar head
-FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 # a model's kind -> architectures in config.json that are another kind's, what they are, what to do
 OTHERS = {
     "policy": (
@@ -51,9 +36,11 @@ OTHERS = {
 }
 
 
-def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool) -> None:
+def check_folder(
+    config: PretrainedConfig, folder: str, kind: Kind, *, random_init: bool
+) -> list[str]:
     """Raises a UserError if no such model can be built or, without `random_init`, filled from its
-    folder."""
+    folder. Returns what the user should know of its weights."""
     made = ", ".join(config.architectures or ())
     if kind in OTHERS and re.search(OTHERS[kind][0], made) and not random_init:
         _, what, remedy = OTHERS[kind]
@@ -67,10 +54,13 @@ def check_folder(config: PretrainedConfig, folder: str, kind: Kind, *, random_in
             f"no model can be built from its config.json ({type(error).__name__}: {error})",
             "correct that file, or use another model",
         ) from error
-    if not random_init:
-        weights = _Weights(folder, model)
-        weights.check()
-        weights.check_ties()
+    if random_init:
+        return []
+    weights = StoredWeights(folder, model)
+    weights.check()
+    weights.check_ties()
+    weights.check_moments()
+    return weights.notes()
 
 
 def fill(
@@ -86,11 +76,11 @@ def fill(
     that the folder lacks (`normal` is drawn). Raises UserError if a weight is not there, or of
     another shape, or of a type that can't be read."""
     materialize(model, device)
-    weights = None if random_init else _Weights(folder, model)
+    weights = None if random_init else StoredWeights(folder, model)
     if weights:
         weights.check()
     for name, parameter in weights_of(model).items():
-        if weights and name in weights.sources:
+        if weights and name in weights.sources.made_of:
             value = weights.read(name, bounds(model, name, parameter))
         else:
             of_head = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
@@ -119,7 +109,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def read_buffers(model: nn.Module, folder: str) -> None:
     """Reads the persistent buffers from the folder; a buffer that is not there keeps its value."""
     if buffers_of(model) and any(Path(folder).glob("*.safetensors")):
-        _Weights(folder, model).read_buffers()
+        StoredWeights(folder, model).read_buffers()
 
 
 def save(
@@ -180,126 +170,3 @@ def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float)
         described(model, name, parameter).shape, generator=generator, device=own.device
     )
     return full[bounds(model, name, parameter)] * std
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Name of a weight -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        try:
-            files = {
-                name: folder / file
-                for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{index} is broken ({type(error).__name__}: {error}); fetch it again"
-            ) from error
-        if missing := sorted({path.name for path in files.values() if not path.is_file()}):
-            raise folder_error(
-                folder, f"{missing[0]} is in the index but not there", "fetch it again"
-            )
-        return files
-    if not single.is_file():
-        raise folder_error(
-            folder,
-            "no model.safetensors",
-            "load it with transformers and save_pretrained it, which writes one",
-        )
-    return dict.fromkeys(_open(single).keys(), single)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file ({error}); fetch it again") from error
-
-
-class _Weights:
-    """Reads tensors from a folder's safetensors files, each opened once."""
-
-    def __init__(self, folder: str, model: nn.Module):
-        self.folder = folder
-        self.model = model
-        self.files = _weight_files(Path(folder))
-        self.open = cache(_open)
-        self.parameters = weights_of(model)
-        self.buffers = buffers_of(model)
-        self.sources, self.unexpected = sources(model, folder, self.files)
-
-    def check(self) -> None:
-        """Raises a UserError that names the first weight that is missing, of another shape or type,
-        or unexpected."""
-        optional = {*self.buffers, *(HEAD if isinstance(self.model, HEADED) else ())}
-        for name, tensor in (self.parameters | self.buffers).items():
-            if name in self.sources:
-                self._check_stored(name, [*described(self.model, name, tensor).shape])
-            elif name not in optional and not re.search(ADAPTER, name):
-                raise folder_error(
-                    self.folder,
-                    f"no weight {name} in its safetensors",
-                    "it is another model's: take config.json and weights from one",
-                )
-        if self.unexpected:
-            raise folder_error(
-                self.folder,
-                f"config.json has no place for weight {self.unexpected[0]} "
-                f"({len(self.unexpected)} such)",
-                "take both from one model",
-            )
-
-    def _check_stored(self, name: str, due: list[int]) -> None:
-        (stored,) = self.sources[name]
-        shape = self._slice(stored).get_shape()
-        kind = self._slice(stored).get_dtype()
-        if shape != due:
-            raise folder_error(
-                self.folder,
-                f"weight {stored} is {shape}, but {due} by config.json",
-                "take both from one model",
-            )
-        if (
-            name in self.parameters
-            and kind not in FLOATS
-            and not (kind == "F8_E4M3" and stored + SCALE in self.files)
-        ):
-            raise folder_error(
-                self.folder,
-                f"weight {stored} is stored as {kind}, so it is quantized",
-                f"use a folder of {', '.join(FLOATS)} weights",
-            )
-
-    def check_ties(self) -> None:
-        """Raises a UserError if weights that config.json ties differ in the folder; transformers
-        doesn't tie these."""
-        for tied in ties_of(self.model).items():
-            stored = [source for path in tied for source in self.sources.get(outside(path), ())]
-            if len(set(stored)) == 2 and not torch.equal(
-                *(self._slice(name)[:] for name in stored)
-            ):
-                raise folder_error(
-                    self.folder,
-                    f"config.json ties {' and '.join(stored)}, which differ",
-                    "set tie_word_embeddings to false there, or drop the weight that is not used",
-                )
-
-    def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
-        """A part of a weight, or all of it, FP8 as float32."""
-        (stored,) = self.sources[name]
-        if stored + SCALE not in self.files:
-            return self._slice(stored)[where or ...]
-        scales = self._slice(stored + SCALE)[:]
-        whole = {"weight": self._slice(stored)[:], "weight_scale_inv": scales}
-        plain = cast(Any, Fp8Dequantize(None)).convert(whole)["weight"]
-        # a list in transformers 5.17
-        return (plain[0] if isinstance(plain, list) else plain)[where]
-
-    def read_buffers(self) -> None:
-        for name, buffer in self.buffers.items():
-            if name in self.sources:
-                buffer.copy_(self.read(name))
-
-    def _slice(self, stored: str) -> Any:
-        return self.open(self.files[stored]).get_slice(stored)

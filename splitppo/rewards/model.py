@@ -14,6 +14,7 @@ from splitppo.models.attention import is_packed
 from splitppo.models.batching import MicroBatch
 from splitppo.models.heads import last_scores
 from splitppo.models.runner import Frozen, Runner
+from splitppo.models.tokenizer import find_differences
 from splitppo.rewards.functions import Failure
 from splitppo.rollout import Episode, Prompt, dialogue, episode_of
 
@@ -33,8 +34,8 @@ class RewardText:
         self.policy = policy
         self.longest = longest
         template = getattr(tokenizer, "chat_template", None)
-        self.same = tokenizer.get_vocab() == policy.get_vocab() and template == getattr(
-            policy, "chat_template", None
+        self.same = template == getattr(policy, "chat_template", None) and not find_differences(
+            tokenizer, policy
         )
         self.chat = chat and template is not None
         tokenizer.truncation_side = "left"

@@ -36,7 +36,8 @@ from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.folder import fingerprint
-from splitppo.run.resolve import Model, Resolved
+from splitppo.run.models import Model
+from splitppo.run.resolve import Resolved
 from splitppo.sampler import Sampler
 from splitppo.validation import Validator
 

@@ -78,15 +78,13 @@ def preflight(resolved: Resolved) -> None:
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
             "--run-dir: each restart would begin in a folder of its own"
         )
-    check_adapters(resolved)
 
 
-def check_adapters(resolved: Resolved, resumed_from: Path | None = None) -> None:
-    """Refuses adapters of other models: those to start from, or those of the checkpoint
-    `resumed_from`."""
+def check_adapters(resolved: Resolved, checkpoint: Path | None) -> None:
+    """Refuses a checkpoint whose adapters are of other models."""
     for name, model in resolved.models.items():
-        start = resumed_from / resolved.role_of(name) if resumed_from else None
-        model.trainable.check(model.config, start)
+        if checkpoint:
+            model.trainable.check(model.config, checkpoint / resolved.role_of(name))
 
 
 def _check_groups(resolved: Resolved) -> None:

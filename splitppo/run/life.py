@@ -61,6 +61,8 @@ def _begin_folder(
     if rank == 0:
         for warning in checks.warnings(resolved):
             warn(warning)
+        for note in resolved.notes:
+            say(note)
         write_run_files(config, folder, resumed, inputs, resolved.user_settings)
         sources.keep_copies(
             config, {name: model.path for name, model in resolved.models.items()}, folder

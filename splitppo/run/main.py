@@ -28,7 +28,8 @@ from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.build import build_sampler
 from splitppo.run.life import Run, check_open_rows
-from splitppo.run.resolve import Resolved, check_sizes, pick_device, resolve
+from splitppo.run.models import check_prompt_tokens, check_sizes
+from splitppo.run.resolve import Resolved, pick_device, resolve
 
 SHOWN = 64  # ranks of the placement that a dry run shows
 PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
@@ -179,6 +180,7 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"resolved: {resolved.to_json()}",
             *filter(None, [folder.move_aside(config, dry=True), offloaded]),
             *(f"warning: {warning}" for warning in warnings),
+            *resolved.notes,
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
@@ -218,6 +220,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         )
         for split, name in scored.items()
     )
+    check_prompt_tokens(resolved.models, resolved.tokenizer, training, validation)
     longest = max(len(prompt.tokens) for prompt in training.prompts + validation.prompts)
     if config.rollout.max_prompt_tokens is None:
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)

@@ -1,65 +1,34 @@
 """The configuration, resolved before any process group or GPU is touched: what "auto" came to,
 every model's folder."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.utils import WeakFileLock
-from transformers import PretrainedConfig, dynamic_module_utils
+from transformers import dynamic_module_utils
 
-from splitppo.config import Config, DataConfig, Offload, PolicyConfig, ValueConfig
+from splitppo.config import Config, DataConfig, Offload
 from splitppo.config.cli import map_paths
-from splitppo.config.toml import flag
 from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models import build, hub, lora, tiny, weights
-from splitppo.models.cost import Cost, Counts
-from splitppo.models.probe import find_mismatch
+from splitppo.models import build, hub, tiny
+from splitppo.models.cost import Cost
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
-from splitppo.models.trainable import NotTrained, Trainable, Whole, cost_of, count
+from splitppo.models.trainable import cost_of
 from splitppo.placement import Placement, Role, holders
-from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, fingerprint, inputs_of
+from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
+from splitppo.run.models import Model, check_sizes, hold_against, read_model
 from splitppo.run.sources import model_paths
-
-KINDS: Mapping[str, build.Kind] = {
-    "policy": "policy",
-    "reference": "policy",
-    "value": "value",
-    "reward": "reward",
-}
-TRAINED = ("policy", "value")
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """One of the run's models."""
-
-    kind: build.Kind
-    name: str  # as the configuration names it
-    path: str  # its folder, or `tiny`: the embedded model, built in the run's folder
-    config: PretrainedConfig
-    random_init: bool  # whether its weights are drawn from the seed
-    packed: bool  # whether it runs on packed rows
-    trainable: Trainable  # what of it is trained
-
-    def folder(self, run_dir: Path) -> Path:
-        return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
-
-    @cached_property
-    def counts(self) -> Counts:
-        """Raises UserError if what is frozen, or has adapters, matches nothing."""
-        return count(self.config, self.trainable)
 
 
 @dataclass(frozen=True)
@@ -125,6 +94,15 @@ class Resolved:
             "reward": "all" if config.reward.model_offload else "none",
         }
         return held[model]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the models' folders, a line each."""
+        return [
+            f"{name} of {model.name}: {'; '.join(model.notes)}"
+            for name, model in self.models.items()
+            if model.notes
+        ]
 
     def inputs(self, *splits: PromptSet) -> dict[str, str]:
         """What identifies all that the run reads: its files (`inputs_of`), and the prompts of its
@@ -194,7 +172,7 @@ def resolve(
     shared = WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
     with shared if own_code else nullcontext():
         models = {
-            name: _read_model(config, name, origin, local.get(origin, origin), wanted, probe)
+            name: read_model(config, name, origin, local.get(origin, origin), wanted, probe)
             for name, origin in model_paths(config).items()
         }
         if "reward" in models:
@@ -208,6 +186,7 @@ def resolve(
     size = vocabulary_size(tokenizer)
     eos = eos_ids(policy.config, tokenizer, None if policy.path == "tiny" else Path(policy.path))
     check_sizes(config, models, size)
+    models = hold_against(tokenizer, models, eos, own_code=own_code)
     return Resolved(
         config=config,
         local=local,
@@ -222,53 +201,6 @@ def resolve(
         vocabulary_size=size,
         eos=eos,
     )
-
-
-def _read_model(
-    config: Config, name: str, origin: str, path: str, wanted: bool, probe: bool
-) -> Model:
-    """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
-    is_value = name == "value"
-    own_code = config.policy.trust_remote_code
-    model_config = (
-        tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
-    )
-    if is_value:
-        model_config = build.shorten(model_config, config.value.layers, origin)
-        model_config = build.bound(model_config, config.value.range, origin)
-    model = Model(
-        kind=KINDS[name],
-        name=origin,
-        path=path,
-        config=model_config,
-        random_init=is_drawn(config, name),
-        packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
-        trainable=_trainable(config, name, path),
-    )
-    if path != "tiny":
-        weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
-        if probe and (model.packed or name != "reward"):
-            model = replace(model, packed=_packs(config, name, model))
-    if name in TRAINED:
-        _ = model.counts  # refuses what matches nothing
-    return model
-
-
-def _trainable(config: Config, name: str, path: str) -> Trainable:
-    """What of a model is trained; `path`: its folder."""
-
-    def digest() -> str:
-        if is_drawn(config, name) or path == "tiny":
-            return f"drawn from seed {config.seed}"
-        files = sorted(Path(path).glob("*.safetensors"))
-        return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
-
-    if name not in TRAINED:
-        return NotTrained(KINDS[name])
-    settings: PolicyConfig | ValueConfig = getattr(config, name)
-    if settings.lora.rank:
-        return lora.Adapter(KINDS[name], settings.lora, model_paths(config)[name], digest)
-    return Whole(KINDS[name], settings.freeze)
 
 
 def pick_device(config: Config, launch: Launch) -> torch.device:
@@ -316,78 +248,3 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
         return pinned
 
     return map_paths(config, find), local
-
-
-def is_drawn(config: Config, name: str) -> bool:
-    """Whether a model's weights are drawn at random; one without a folder of its own starts as the
-    policy does."""
-    if name == "reward":
-        return config.reward.model_random_init
-    own_folder = name != "policy" and getattr(config, name).path
-    return (name == "value" and config.value.random_init) or (
-        not own_folder and config.policy.random_init
-    )
-
-
-def _packs(config: Config, name: str, model: Model) -> bool:
-    """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
-    least."""
-    ranks = config.set_shape(name).sequence
-    why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
-    where = f"{name}.path={model.name}"
-    if why and ranks > 1:
-        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
-        raise UserError(
-            f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
-            f"cut: {why}; set {flag(setting)} 1"
-        )
-    if why and model.packed and config.compute.packing == "on":
-        raise UserError(
-            f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
-        )
-    if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
-        raise UserError(
-            f"{where}: type {model.config.model_type!r} does not run here as in transformers: "
-            f"{why}; use another model"
-        )
-    return model.packed and not why
-
-
-def check_sizes(
-    config: Config, models: Mapping[str, Model], vocabulary: int, longest: int = 1
-) -> None:
-    """Raises UserError if a model can't read the policy's token ids, or rows as long as they may
-    become. `longest`: tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at
-    least 1 as long as no data are read."""
-    prompt = config.rollout.max_prompt_tokens
-    new = config.rollout.max_new_tokens
-    context = config.rollout.max_context or 0
-    for name, model in ((name, model) for name, model in models.items() if name != "reward"):
-        text = model.config.get_text_config()
-        most, setting = build.most_positions(text)
-        if most and (prompt or longest) + new > most:
-            prompt_limit = (
-                f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
-            )
-            remedy = (
-                "lower one of them, or use another model"
-                if prompt
-                else "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
-                "to leave such rows out"
-            )
-            raise UserError(
-                f"{prompt_limit} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
-                f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
-                f"read; {remedy}"
-            )
-        if most and context > most:
-            raise UserError(
-                f"rollout.max_context={context} is more than the {most} ({setting}) that "
-                f"{name}.path={model.name} can read; use {most}, or leave it unset"
-            )
-        if text.vocab_size < vocabulary:
-            raise UserError(
-                f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than "
-                f"the policy's tokenizer ({vocabulary}); "
-                f"the {name} must read the policy's token ids"
-            )

@@ -152,7 +152,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     from splitppo.models.names import buffers_of, weights_of
     from splitppo.models.weights import fill, materialize, read_buffers
     from splitppo.run.checkpoint import read_tensors
-    from splitppo.run.resolve import is_drawn
+    from splitppo.run.models import is_drawn
     from splitppo.run.sources import model_folder
 
     source = str(model_folder(config, run, kind))

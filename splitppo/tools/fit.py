@@ -12,7 +12,8 @@ from splitppo.models.cost import GB, USABLE
 from splitppo.models.trainable import NotTrained, Whole
 from splitppo.placement import place
 from splitppo.run.memory import card, fitted, highest
-from splitppo.run.resolve import KINDS, TRAINED, Model, Resolved
+from splitppo.run.models import KINDS, TRAINED, Model
+from splitppo.run.resolve import Resolved
 from splitppo.tools.cost import Split, Work, columns, predict, splits
 
 # of a step

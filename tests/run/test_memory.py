@@ -33,7 +33,8 @@ from splitppo.placement import place
 from splitppo.run import checks, memory
 from splitppo.run import main as run_main
 from splitppo.run.build import Builder
-from splitppo.run.resolve import Model, Resolved, resolve
+from splitppo.run.models import Model
+from splitppo.run.resolve import Resolved, resolve
 
 PROMPT, RESPONSE = 58, 6
 BASE = [

@@ -1,0 +1,270 @@
+"""A folder's safetensors files: which tensor makes which weight, what does not fit, what is left
+over."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from splitppo.errors import UserError
+from splitppo.models.build import SCALE, folder_error
+from splitppo.models.heads import SharedModel, ValueModel
+from splitppo.models.names import (
+    ADAPTER,
+    HEAD,
+    buffers_of,
+    find_sources,
+    outside,
+    shorten_names,
+    ties_of,
+    weights_of,
+)
+from splitppo.models.sharding import described
+
+HEADED = (ValueModel, SharedModel)  # with a scalar head
+# types of stored tensors, as safetensors names them
+FLOATS = ("F64", "F32", "F16", "BF16")
+WHOLE = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+FP8 = "F8_E4M3"
+# in config.json: what normalises a head's outputs (OpenRLHF's `mean` and `std`)
+MOMENTS = r"((score|reward|value|head|running)_)?(mean|std|var|deviation|variance)"
+
+
+def fp8_blocks(folder: str) -> list[int]:
+    """Rows and columns of an FP8 weight that have a scale in common; [] if all of it has one.
+    Raises a UserError if config.json names no such blocks."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    quantized = config.get("quantization_config") or {}
+    blocks = quantized.get("weight_block_size", [128, 128]) or []
+    if not isinstance(blocks, list) or [type(size) is int and size > 0 for size in blocks] not in (
+        [],
+        [True, True],
+    ):
+        raise folder_error(
+            folder,
+            f"config.json has weight_block_size = {json.dumps(blocks)}",
+            "write null, or two whole numbers",
+        )
+    return blocks
+
+
+def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Name of a tensor -> the open safetensors file that holds it, of those that transformers
+    reads; and the names of the folder's other safetensors files."""
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    places: dict[str, str] = {}
+    if not single.is_file() and index.is_file():
+        try:
+            places = {
+                name: str(file)
+                for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{index} is broken ({type(error).__name__}: {error}); fetch it again"
+            ) from error
+    elif not single.is_file():
+        raise folder_error(
+            folder,
+            "no model.safetensors",
+            "load it with transformers and save_pretrained it, which writes one",
+        )
+    files = sorted({*places.values()}) or [single.name]
+    held: dict[str, str] = {}
+    opened = {file: _open(folder / file) for file in files}
+    for file, tensors in opened.items():
+        for name in tensors.keys():  # noqa: SIM118
+            if name in held:
+                raise folder_error(
+                    folder, f"weight {name} is in {held[name]} and in {file}", "fetch it again"
+                )
+            held[name] = file
+    for name, file in places.items():
+        if held.get(name) != file:
+            raise folder_error(
+                folder, f"weight {name} is not in {file}, against {index.name}", "fetch it again"
+            )
+    others = sorted({path.name for path in folder.glob("*.safetensors")} - {*files})
+    return {name: opened[file] for name, file in held.items()}, others
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} can't be read as a safetensors file ({error}); fetch it again"
+        ) from error
+
+
+def describe_kinds(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names the tensors of another type than most. `kinds`: type -> tensors."""
+    by_number = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    return [f"stored as {kind}: {shorten_names(names)}" for kind, names in by_number[1:]]
+
+
+class StoredWeights:
+    """Reads tensors from a folder's safetensors files, each opened once."""
+
+    def __init__(self, folder: str, model: nn.Module):
+        self.folder = folder
+        self.model = model
+        self.files, self.other_files = _open_files(Path(folder))
+        self.parameters = weights_of(model)
+        self.buffers = buffers_of(model)
+        shapes = {name: self._slice(name).get_shape() for name in self.files}
+        self.sources = find_sources(model, folder, shapes)
+
+    def check(self) -> None:
+        """Raises a UserError that names the first weight that is missing, of another shape or type,
+        or unexpected."""
+        optional = {*self.buffers, *(HEAD if isinstance(self.model, HEADED) else ())}
+        for name, tensor in (self.parameters | self.buffers).items():
+            if name in self.sources.made_of:
+                self._check_stored(name, tensor)
+            elif name not in optional and not re.search(ADAPTER, name):
+                raise folder_error(
+                    self.folder,
+                    f"no weight {name} in its safetensors",
+                    "it is another model's: take config.json and weights from one",
+                )
+        if unexpected := self.sources.unexpected:
+            raise folder_error(
+                self.folder,
+                f"config.json has no place for weight {unexpected[0]} ({len(unexpected)} such)",
+                "take both from one model",
+            )
+
+    def _check_stored(self, name: str, tensor: Tensor) -> None:
+        (stored,) = self.sources.made_of[name]
+        shape = self._slice(stored).get_shape()
+        kind = self._slice(stored).get_dtype()
+        due = [*described(self.model, name, tensor).shape]
+        if shape != due:
+            raise folder_error(
+                self.folder,
+                f"weight {stored} is {shape}, but {due} by config.json",
+                "take both from one model",
+            )
+        allowed = FLOATS if tensor.is_floating_point() else WHOLE
+        if stored + SCALE in self.files:
+            allowed = (FP8,) if self._block(stored) else ()
+        if kind not in allowed:
+            raise folder_error(
+                self.folder,
+                f"weight {stored} is stored as {kind}, so it is quantized or of another model",
+                f"use a folder of {', '.join(FLOATS)} weights",
+            )
+
+    def _block(self, stored: str) -> list[int]:
+        """Rows and columns of an FP8 weight that have a scale in common: by config.json, or by the
+        number of scales, as in transformers. [] if its scales can't be read."""
+        shape = self._slice(stored).get_shape()
+        scales = self._slice(stored + SCALE)
+        grid = scales.get_shape() or [1] * len(shape)
+        if len(grid) != len(shape) or scales.get_dtype() not in FLOATS:
+            return []
+        block = fp8_blocks(self.folder) or shape
+        if grid == [math.ceil(size / part) for size, part in zip(shape, block, strict=False)]:
+            return block
+        if any(size % parts for size, parts in zip(shape, grid, strict=True)):
+            return []
+        return [size // parts for size, parts in zip(shape, grid, strict=True)]
+
+    def notes(self) -> list[str]:
+        """What the user should know of weights that can be read: which tensors are not used, and
+        what starts new."""
+        read = self.sources.made_of
+        notes = []
+        if HEAD[0] in self.parameters:
+            head = read.get(HEAD[0], ("",))[0]
+            missing = [name for name in HEAD if name in self.parameters and name not in read]
+            if head and head != HEAD[0]:
+                notes.append(f"its head is {head}")
+            if missing:
+                notes.append(
+                    f"{'a part of ' * bool(head)}the head starts new ({', '.join(missing)})"
+                )
+        if unused := [*self.sources.unused, *self.other_files]:
+            notes.append(f"not used: {shorten_names(unused)}")
+        if missing := [name for name in self.buffers if name not in read]:
+            notes.append(f"not there, so they start new: {shorten_names(missing)}")
+        return [*notes, *self._kinds()]
+
+    def _kinds(self) -> list[str]:
+        """Which weights are FP8, and which are of another type than most."""
+        kinds: dict[str, list[str]] = {}
+        for name in dict.fromkeys(stored for (stored,) in self.sources.made_of.values()):
+            kinds.setdefault(self._slice(name).get_dtype(), []).append(name)
+        notes = []
+        if fp8 := kinds.pop(FP8, []):
+            notes.append(f"{len(fp8)} weights are FP8 and are read as floats (dequantized)")
+            stated = fp8_blocks(self.folder)
+            odd = [name for name in fp8 if stated and self._block(name) != stated]
+            if odd:
+                notes.append(f"not in blocks of {stated}: the scales of {shorten_names(odd)}")
+            for scale in (name + SCALE for name in fp8):
+                kinds.setdefault(self._slice(scale).get_dtype(), []).append(scale)
+        return [*notes, *describe_kinds(kinds)]
+
+    def check_moments(self) -> None:
+        """Raises a UserError if a trained head's outputs are meant to be normalised by numbers that
+        the folder has beside it, in config.json or as tensors."""
+        if HEAD[0] not in self.sources.made_of:
+            return
+        config = cast(Any, self.model).config
+        fields = [name for name in vars(config) if re.fullmatch(MOMENTS, name)]
+        numbers = [
+            name
+            for name in self.sources.unused
+            # a layer's number is no output's
+            if math.prod(self._slice(name).get_shape()) == 1 and not re.search(r"\.\d+\.", name)
+        ]
+        if moments := [*fields, *numbers]:
+            raise folder_error(
+                self.folder,
+                f"{moments[0]} beside the head would change what it gives, and is not read",
+                "scale the head's weight and bias by it, then remove it",
+            )
+
+    def check_ties(self) -> None:
+        """Raises a UserError if weights that config.json ties differ in the folder; transformers
+        doesn't tie these."""
+        for tied in ties_of(self.model).items():
+            made_of = self.sources.made_of
+            stored = [source for path in tied for source in made_of.get(outside(path), ())]
+            if len(set(stored)) == 2 and not torch.equal(
+                *(self._slice(name)[:] for name in stored)
+            ):
+                raise folder_error(
+                    self.folder,
+                    f"config.json ties {' and '.join(stored)}, which differ",
+                    "set tie_word_embeddings to false there, or drop the weight that is not used",
+                )
+
+    def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
+        """A part of a weight, or all of it, FP8 as float32."""
+        (stored,) = self.sources.made_of[name]
+        if stored + SCALE not in self.files:
+            return self._slice(stored)[where or ...]
+        weight = self._slice(stored)[:].float()
+        scales = self._slice(stored + SCALE)[:].float()
+        scales = scales.reshape(scales.shape or (1,) * weight.ndim)
+        for dim, size in enumerate(self._block(stored)):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        return (weight * scales)[where]
+
+    def read_buffers(self) -> None:
+        for name, buffer in self.buffers.items():
+            if name in self.sources.made_of:
+                buffer.copy_(self.read(name))
+
+    def _slice(self, stored: str) -> Any:
+        return self.files[stored].get_slice(stored)

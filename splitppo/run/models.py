@@ -1,0 +1,243 @@
+"""The run's models: their folders, read and held against what they will be given."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from splitppo.config import Config, PolicyConfig, ValueConfig
+from splitppo.config.toml import flag
+from splitppo.data import PromptSet
+from splitppo.errors import UserError
+from splitppo.models import build, lora, tiny, weights
+from splitppo.models.cost import Counts
+from splitppo.models.probe import find_mismatch
+from splitppo.models.tokenizer import find_differences, has_tokenizer, read_tokenizer
+from splitppo.models.trainable import NotTrained, Trainable, Whole, count
+from splitppo.run.folder import fingerprint
+from splitppo.run.sources import model_paths
+
+KINDS: Mapping[str, build.Kind] = {
+    "policy": "policy",
+    "reference": "policy",
+    "value": "value",
+    "reward": "reward",
+}
+TRAINED = ("policy", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One of the run's models."""
+
+    kind: build.Kind
+    name: str  # as the configuration names it
+    path: str  # its folder, or `tiny`: the embedded model, built in the run's folder
+    config: PretrainedConfig
+    random_init: bool  # whether its weights are drawn from the seed
+    packed: bool  # whether it runs on packed rows
+    trainable: Trainable  # what of it is trained
+    notes: tuple[str, ...] = ()  # what the user should know of its folder
+    # ids of the policy's added tokens that are others in its tokenizer
+    other_tokens: frozenset[int] = frozenset()
+
+    def folder(self, run_dir: Path) -> Path:
+        return run_dir / "tiny" if self.path == "tiny" else Path(self.path)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Raises UserError if what is frozen, or has adapters, matches nothing."""
+        return count(self.config, self.trainable)
+
+
+def read_model(
+    config: Config, name: str, origin: str, path: str, wanted: bool, probe: bool
+) -> Model:
+    """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
+    is_value = name == "value"
+    own_code = config.policy.trust_remote_code
+    model_config = (
+        tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
+    )
+    if is_value:
+        model_config = build.shorten(model_config, config.value.layers, origin)
+        model_config = build.bound(model_config, config.value.range, origin)
+    model = Model(
+        kind=KINDS[name],
+        name=origin,
+        path=path,
+        config=model_config,
+        random_init=is_drawn(config, name),
+        packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
+        trainable=_trainable(config, name, path),
+    )
+    if path != "tiny":
+        notes = weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
+        model = replace(model, notes=tuple(notes))
+        if probe and (model.packed or name != "reward"):
+            model = replace(model, packed=_packs(config, name, model))
+    if name in TRAINED:
+        _ = model.counts  # refuses what matches nothing
+        notes = model.trainable.check(model.config)
+        model = replace(model, notes=(*model.notes, *notes))
+    return model
+
+
+def _trainable(config: Config, name: str, path: str) -> Trainable:
+    """What of a model is trained; `path`: its folder."""
+
+    def digest() -> str:
+        if is_drawn(config, name) or path == "tiny":
+            return f"drawn from seed {config.seed}"
+        files = sorted(Path(path).glob("*.safetensors"))
+        return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
+
+    if name not in TRAINED:
+        return NotTrained(KINDS[name])
+    settings: PolicyConfig | ValueConfig = getattr(config, name)
+    if settings.lora.rank:
+        return lora.Adapter(KINDS[name], settings.lora, model_paths(config)[name], digest)
+    return Whole(KINDS[name], settings.freeze)
+
+
+def is_drawn(config: Config, name: str) -> bool:
+    """Whether a model's weights are drawn at random; one without a folder of its own starts as the
+    policy does."""
+    if name == "reward":
+        return config.reward.model_random_init
+    own_folder = name != "policy" and getattr(config, name).path
+    return (name == "value" and config.value.random_init) or (
+        not own_folder and config.policy.random_init
+    )
+
+
+def _packs(config: Config, name: str, model: Model) -> bool:
+    """Whether a model runs on packed rows, if that is wanted; it must run on padded rows at
+    least."""
+    ranks = config.set_shape(name).sequence
+    why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
+    where = f"{name}.path={model.name}"
+    if why and ranks > 1:
+        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
+        raise UserError(
+            f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
+            f"cut: {why}; set {flag(setting)} 1"
+        )
+    if why and model.packed and config.compute.packing == "on":
+        raise UserError(
+            f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
+        )
+    if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
+        raise UserError(
+            f"{where}: type {model.config.model_type!r} does not run here as in transformers: "
+            f"{why}; use another model"
+        )
+    return model.packed and not why
+
+
+def check_sizes(
+    config: Config, models: Mapping[str, Model], vocabulary: int, longest: int = 1
+) -> None:
+    """Raises UserError if a model can't read the policy's token ids, or rows as long as they may
+    become. `longest`: tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at
+    least 1 as long as no data are read."""
+    prompt = config.rollout.max_prompt_tokens
+    new = config.rollout.max_new_tokens
+    context = config.rollout.max_context or 0
+    for name, model in ((name, model) for name, model in models.items() if name != "reward"):
+        text = model.config.get_text_config()
+        most, setting = build.most_positions(text)
+        if most and (prompt or longest) + new > most:
+            prompt_limit = (
+                f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
+            )
+            remedy = (
+                "lower one of them, or use another model"
+                if prompt
+                else "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
+                "to leave such rows out"
+            )
+            raise UserError(
+                f"{prompt_limit} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
+                f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
+                f"read; {remedy}"
+            )
+        if most and context > most:
+            raise UserError(
+                f"rollout.max_context={context} is more than the {most} ({setting}) that "
+                f"{name}.path={model.name} can read; use {most}, or leave it unset"
+            )
+        if text.vocab_size < vocabulary:
+            raise UserError(
+                f"{name}.path={model.name}: its vocabulary of {text.vocab_size} is smaller than "
+                f"the policy's tokenizer ({vocabulary}); "
+                f"the {name} must read the policy's token ids"
+            )
+
+
+def hold_against(
+    tokenizer: Any, models: Mapping[str, Model], ends: Collection[int], *, own_code: bool
+) -> dict[str, Model]:
+    """The models, those that read the policy's token ids held against its tokenizer. Raises a
+    UserError if an id stands for another token, unless that is an added one that ends no response:
+    then prompts must not hold it (`check_prompt_tokens`). A reward model may read texts."""
+    policy = models["policy"]
+    return {
+        name: model
+        if name == "reward" or model.random_init or model.path == policy.path
+        else _held_against(tokenizer, policy, f"{name}.path={model.name}", model, ends, own_code)
+        for name, model in models.items()
+    }
+
+
+def _held_against(
+    tokenizer: Any, policy: Model, setting: str, model: Model, ends: Collection[int], own_code: bool
+) -> Model:
+    if model.path != "tiny" and not has_tokenizer(model.path):
+        facts = [(each.config.model_type, each.config.vocab_size) for each in (model, policy)]
+        if facts[0] != facts[1]:
+            raise UserError(
+                f"{setting}: it has no tokenizer, and its type and vocabulary {facts[0]} are not "
+                f"the policy's {facts[1]}; put its tokenizer beside it, if it is the policy's"
+            )
+        note = "it has no tokenizer; its type and vocabulary are the policy's, so its ids should be"
+        return replace(model, notes=(*model.notes, note))
+    other = (
+        tiny.build_tokenizer()
+        if model.path == "tiny"
+        else read_tokenizer(model.path, own_code=own_code)
+    )
+    differences = find_differences(other, tokenizer)
+    added = tokenizer.added_tokens_decoder
+    wrong = [token for token in differences if token in ends or token not in added]
+    if wrong:
+        there, here = differences[min(wrong)]
+        raise UserError(
+            f"{setting}: id {min(wrong)} is {there!r} in its tokenizer and {here!r} in the "
+            "policy's; it reads the policy's ids: name a model with the policy's tokenizer"
+        )
+    if not differences:
+        return model
+    first, (there, here) = min(differences.items())
+    note = (
+        f"{len(differences)} added tokens are others in its tokenizer, the first id {first} "
+        f"({there!r}, in the policy's {here!r}); prompts must not hold them"
+    )
+    return replace(model, notes=(*model.notes, note), other_tokens=frozenset(differences))
+
+
+def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: PromptSet) -> None:
+    """Raises a UserError if a prompt holds a token that is another in a model's tokenizer."""
+    for name, model in models.items():
+        for prompt in (prompt for split in splits for prompt in split.prompts):
+            if model.other_tokens and (held := model.other_tokens.intersection(prompt.tokens)):
+                token = min(held)
+                raise UserError(
+                    f"{name}.path={model.name}: prompts hold "
+                    f"{tokenizer.convert_ids_to_tokens(token)!r} (id {token}), which is another "
+                    "token in its tokenizer; name a model with the policy's tokenizer"
+                )
