@@ -151,7 +151,7 @@ def listener(game: Path) -> Callable[[Row], Row]:
         wide(3, {"placement__actor": 2}, 5),
         (4, {"placement__actor": 1}, 5),
         wide(2, {"placement__mode": "colocated"}, 0),
-        (2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
+        wide(2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
         wide(
             3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}, 0
         ),
@@ -186,6 +186,7 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
         assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
 
 
+@pytest.mark.wide
 def test_with_adapters(game, tmp_path):
     from test_lora import RANK, LoraConfig, begun
 
@@ -244,6 +245,7 @@ def test_neither_workers_nor_delays_nor_stops_change_a_bit(game, tmp_path, windo
         assert_same(got, figure)
 
 
+@pytest.mark.wide
 def test_a_run_that_stops_in_the_middle_of_dialogues_goes_on_elsewhere(tmp_path):
     """With windows, under another placement; held-out rows are played, too."""
     argv = ["--data.task=guess", "--rollout.window=5", "--rollout.batch-size=6"]

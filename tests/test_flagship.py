@@ -382,14 +382,14 @@ def test_one_rank_is_the_paper(baseline):
     ("world", "changes"),
     [
         (2, {"placement__actor": 1, "slow": "critic"}),
-        (4, {"placement__actor": 3}),
+        wide(4, {"placement__actor": 3}),
         (2, {"placement__mode": "colocated"}),
         wide(
             3,
             {"placement__actor": 2, "compute__activation_checkpointing": "", "rollout__chunks": 1},
         ),
         (3, {"placement__actor": 1, "compute__packing": "on"}),
-        (
+        wide(
             4,
             {
                 "placement__mode": "colocated",

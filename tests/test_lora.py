@@ -346,6 +346,7 @@ def finished(request, tmp_path_factory) -> tuple[int, list[str], Path]:
     return world, argv, folder
 
 
+@pytest.mark.wide
 def test_a_resumed_run_is_the_same_bit_for_bit(finished, tmp_path):
     world, argv, done = finished
     argv = [*argv[:-1], f"--run-dir={tmp_path / 'run'}"]
@@ -411,6 +412,7 @@ def of_row(model: Any, row: Episode, kind: str) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, row.ids.long()[-n:, None])[:, 0]
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_two_bases_under_another_placement(finished, tmp_path):
     _, argv, done = finished
     argv = [flag for flag in argv if "share" not in flag and "mode" not in flag][:-1]

@@ -322,7 +322,7 @@ def wire_rank(rank: int, argv: list[str]) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("axis", "actors", "critics", "speakers"),
-    [wide("tensor", 4, 2, [0, 2, 4, 5]), ("sequence", 2, 1, [0, 2])],
+    [wide("tensor", 4, 2, [0, 2, 4, 5]), wide("sequence", 2, 1, [0, 2])],
 )
 def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis, actors, critics, speakers):
     """Actor ranks in sets of two and critic ranks without; then one rank; then two of both roles,

@@ -196,6 +196,7 @@ def test_a_window_that_no_row_exceeds_changes_no_bit_if_slots_are_not_refilled(i
     )
 
 
+@pytest.mark.wide
 def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(inputs, tmp_path):
     """Resumed with one more actor rank after two steps."""
     argv = [

@@ -248,7 +248,6 @@ def test_a_slot_decodes_its_window_whatever_the_answers_take():
             if segment.logprobs is not None and segment.version == step
         ]
         assert sum(sampled) == 3 * 4
-    assert all(row.total >= row.tokens for row in sampler.open.values())
 
 
 def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():

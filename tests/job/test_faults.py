@@ -33,7 +33,7 @@ INJECTIONS = sorted(faults.draw(11, seed=485969), key=lambda fault: fault.placem
 
 
 # in the suite; the others are wide
-TAKEN = ("1+1 ", "2+1 rank", "2+1 with windows rank 2")
+TAKEN = ("1+1 ", "2+1 with windows rank 2")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, wide(signal.SIGUSR1)])
 def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number):
     """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank, whose end
     torchrun takes for a failure: the restarted ranks must not go on."""

@@ -392,6 +392,7 @@ def stated_rank(rank: int, argv: list[str], sizes: tuple[float, ...]) -> None:
     main_rank(rank, argv)
 
 
+@pytest.mark.wide
 def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     """With other memory the run resumes, and nothing that it computes is different."""
     argv = [
