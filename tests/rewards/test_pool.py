@@ -165,9 +165,18 @@ def kinds(scored: Sequence[Scored]) -> list[str]:
     return [row.failures[0].kind if row.failures else f"{row.score:g}" for row in scored]
 
 
+STRAYS: set[int] = set()  # workers of this process that other tests left behind
+
+
+@pytest.fixture(autouse=True)
+def know_strays() -> None:
+    STRAYS.clear()
+    STRAYS.update(worker_pids(os.getpid()))
+
+
 def worker_pids(of: int) -> set[int]:
     """The workers of a process, as Linux knows them, without the processes that keep them, and what
-    they started."""
+    they started; none that were there when the test began."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -176,7 +185,7 @@ def worker_pids(of: int) -> set[int]:
             ours = b"splitppo.workers.main" in command and str(of).encode() in command
             if ours and parent != of:
                 found.add(int(folder.name))
-    return found
+    return found - STRAYS
 
 
 def wait_until(true: Any, seconds: float = 10) -> bool:
