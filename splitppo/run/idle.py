@@ -49,10 +49,10 @@ def idle_line(critic: Sequence[Mapping[str, Any]], config: Config) -> str:
     begun = max(WARM_UP, config.value.pretrain_steps, config.ppo.critic_warmup)
     epochs = config.ppo.value_epochs or config.ppo.epochs
     share, free = free_value_epochs(critic[begun:], epochs)
-    lowest = min((step.get("critic/score/min", 0.0) for step in critic), default=0.0)
-    highest = max((step.get("critic/score/max", 1.0) for step in critic), default=0.0)
+    ends = ("critic/score/min", "critic/score/max")
+    scores = {step[end] for step in critic for end in ends if end in step}
     # where no score differs, there is nothing to learn in more passes
-    if free == epochs or lowest == highest:
+    if free == epochs or len(scores) == 1:
         return ""
     return (
         f"the critic waited {100 * share:.0f} % of a step: ppo.value_epochs = {free} costs nothing"

@@ -1,7 +1,7 @@
 """Faults, injected into whole jobs: does the job end in time and say why, and does it go on as if
 nothing had been?
 
-    python tests/helpers/faults.py [--count 200] [--seed 0]
+    python tests/helpers/faults.py [--count 200] [--seed 0] [--placement P] [--kind K]
 
 Each injection picks a placement, a rank, a step, a moment and a kind of fault from the seed. The
 job runs under torch's elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs
@@ -12,25 +12,33 @@ each:
 * no process of it is left;
 * every checkpoint that counted before counts still and is whole (but for those that were to be
   removed);
-* after the resume, the metrics of all steps are those of the run without a fault, bit by bit.
+* after the resume, the metrics of all steps are those of the run without a fault, bit by bit (up to
+  rounding with environments);
+* what reads the run's files meanwhile (readers.py: page, trackers, notices, samples) meets no line
+  that is half written.
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import letters
+import readers
+import runs
 import torch
 from runs import Torchrun
 
@@ -40,6 +48,7 @@ from splitppo.generator import Generator
 from splitppo.job.ends import RESUMABLE
 from splitppo.job.wire import Wire
 from splitppo.learner import Learner
+from splitppo.models.tiny import VOCABULARY, build_tiny
 from splitppo.placement import StepPlan
 from splitppo.policy import Policy
 from splitppo.run import checkpoint
@@ -56,6 +65,15 @@ FLAGS = [
 ]
 FLAGS += ["--log.validate-every=0", "--ppo.epochs=1", "--checkpoint.every=1", "--checkpoint.keep=2"]
 FLAGS += [f"--timeout={TIMEOUT}"]
+# turns of an environment, adapters, cut rows and windows at once: `--placement '2+1 all'`
+ALL = [
+    *("--placement.actor=2", "--fsdp.sequence-parallel=2", "--value.sequence-parallel=1"),
+    *("--rollout.window=5", "--policy.lora.rank=2", "--value.lora.rank=2"),
+    *(f"--env.path={letters.__file__}:Letters", "--rollout.max-new-tokens=12"),
+    *("--value.head=normal", "--policy.optim.eps=1e-4", "--value.optim.eps=1e-4"),
+    *("--policy.optim.lr=5e-4", "--value.optim.lr=5e-4", "--data.task=echo"),
+    *("--log.samples=8", "--log.trackers=tensorboard"),
+]
 PLACEMENTS: dict[str, tuple[int, list[str]]] = {
     "1+1": (2, []),
     "2+1": (3, ["--placement.actor=2"]),
@@ -72,6 +90,7 @@ PLACEMENTS: dict[str, tuple[int, list[str]]] = {
         3,
         ["--placement.actor=2", "--fsdp.sequence-parallel=2", "--value.sequence-parallel=1"],
     ),
+    "2+1 all": (3, ALL),
     "colocated set": (
         2,
         ["--placement.mode=colocated", "--fsdp.tensor-parallel=2", "--value.tensor-parallel=1"],
@@ -125,15 +144,18 @@ class Fault:
         )
 
 
-def draw(count: int, seed: int) -> list[Fault]:
+def draw(
+    count: int, seed: int, placements: Sequence[str] = (), kinds: Sequence[str] = KINDS
+) -> list[Fault]:
     """Every kind and moment comes in turn; what doesn't fit together is left out."""
     random_ = random.Random(seed)
     faults: list[Fault] = []
+    placements = placements or [name for name in PLACEMENTS if name != "2+1 all"]
     for i in range(10 * count):
-        kind, moment = KINDS[i % len(KINDS)], random_.choice(MOMENTS)
+        kind, moment = kinds[i % len(kinds)], random_.choice(MOMENTS)
         if kind == "disk":
             moment = random_.choice(WRITING)
-        placement = random_.choice(list(PLACEMENTS))
+        placement = random_.choice(placements)
         world = PLACEMENTS[placement][0]
         rank = random_.randrange(world)
         colocated = placement.startswith("colocated")
@@ -144,7 +166,9 @@ def draw(count: int, seed: int) -> list[Fault]:
         ):
             continue
         # a set's first rank speaks for it
-        if moment in WIRE and (colocated or (placement, rank) in (("2+1 set", 1), ("2+1 cut", 1))):
+        if moment in WIRE and (
+            colocated or (placement, rank) in (("2+1 set", 1), ("2+1 cut", 1), ("2+1 all", 1))
+        ):
             continue
         if moment in ("commit", "line") and rank not in (0, actors % world):
             continue  # these are the first ranks' doing
@@ -273,9 +297,19 @@ def rank_main(fault: Fault | None, run_dir: str) -> int:
     """One rank, forked by the agent."""
     if fault:
         inject(fault)
-    return train.main(
-        [*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"]
-    )
+    flags = [*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"]
+    if fault and fault.placement == "2+1 all":
+        flags.append(f"--policy.path={Path(run_dir).with_name('policy')}")
+    return train.main(flags)
+
+
+def talker(folder: Path) -> None:
+    """Makes the policy of `ALL`: most of its tokens end a turn."""
+    build_tiny(folder, seed=0)
+    file = folder / "generation_config.json"
+    written = json.loads(file.read_text()) if file.exists() else {}
+    ends = [*range(1, len(VOCABULARY), 5)]
+    file.write_text(json.dumps(written | {"eos_token_id": ends}))
 
 
 def figures(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -304,6 +338,8 @@ def run_job(fault: Fault, run_dir: Path, out: Path) -> tuple[int, float, Torchru
 def due_figures(placement: str, folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Of the run without a fault, made once."""
     run_dir = folder / f"whole_{placement}"
+    if placement == "2+1 all" and not (folder / "policy").exists():
+        talker(folder / "policy")
     if not run_dir.exists():
         never = Fault(placement, 0, STEPS + 9, "rollout", "raise", restarts=False)
         status, _, _ = run_job(never, run_dir, folder / f"whole_{placement}.log")
@@ -352,10 +388,40 @@ def trouble(fault: Fault, folder: Path) -> tuple[str, float]:
         )
         if status:
             wrong.append(f"the resume failed: {out.read_text(errors='replace')[-1500:]}")
-    if not wrong and (found := figures(run_dir)) != due:
+    log = folder / "readers.log"
+    if log.exists():
+        wrong.append(f"a reader failed: {log.read_text()[-3000:]}")
+        log.unlink()
+    if not wrong and fault.placement == "2+1 all":
+        wrong += differences(run_dir, folder / f"whole_{fault.placement}")
+    elif not wrong and (found := figures(run_dir)) != due:
         differ = [key for key in due if found.get(key) != due[key]]
         wrong.append(f"after the resume, other metrics at {differ[:3]}")
     return ("; ".join(wrong) + (f"\n{said[-3000:]}" if wrong else "")), took
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Runs of this folder are read while they are written."""
+    reader = subprocess.Popen([sys.executable, readers.__file__, str(folder)])
+    try:
+        yield
+    finally:
+        (folder / "done").touch()
+        reader.wait()
+        counts = json.loads((folder / "readers.count").read_text())
+        print(f"{len(counts)} runs were read {sum(counts.values())} times under way")
+
+
+def differences(run_dir: Path, whole: Path) -> list[str]:
+    """How the metrics of two runs differ, beyond rounding: when an environment answers decides
+    which rows the engine decodes together, and so how it rounds."""
+    try:
+        for role in checkpoint.ROLES:
+            runs.assert_same(runs.figures(run_dir, role), runs.figures(whole, role))
+    except AssertionError as error:
+        return [f"after the resume, other metrics: {error}"]
+    return []
 
 
 def main() -> int:
@@ -364,10 +430,15 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--placement", choices=PLACEMENTS, help="the only one")
+    parser.add_argument("--kind", choices=KINDS, help="the only one")
     options = parser.parse_args()
     failed, longest, began = 0, 0.0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, fault in enumerate(draw(options.count, options.seed), 1):
+    placements = [options.placement] if options.placement else []
+    kinds = [options.kind] if options.kind else KINDS
+    faults = draw(options.count, options.seed, placements, kinds)
+    with tempfile.TemporaryDirectory() as folder, reading(Path(folder)):
+        for number, fault in enumerate(faults, 1):
             wrong, took = trouble(fault, Path(folder))
             failed, longest = failed + bool(wrong), max(longest, took)
             print(f"{number:>4} {fault}: {wrong or f'ok, {took:.1f} s'}", flush=True)

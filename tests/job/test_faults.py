@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 def test_the_injections_are_of_every_kind_and_moment():
     assert {fault.kind for fault in INJECTIONS} == set(faults.KINDS)
     assert {fault.moment for fault in INJECTIONS} == set(faults.MOMENTS)
-    assert {fault.placement for fault in INJECTIONS} == set(faults.PLACEMENTS)
+    assert {fault.placement for fault in INJECTIONS} == set(faults.PLACEMENTS) - {"2+1 all"}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,15 @@ def test_the_injections_are_of_every_kind_and_moment():
 )
 def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
     wrong, _ = faults.trouble(fault, folder)
+    assert not wrong, wrong
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("fault", faults.draw(2, 1, ["2+1 all"], ["kill"]), ids=str)
+def test_a_kill_of_a_job_with_environments_adapters_cut_rows_and_windows(folder, fault):
+    with faults.reading(folder):
+        wrong, _ = faults.trouble(fault, folder)
+    (folder / "done").unlink()
     assert not wrong, wrong
 
 

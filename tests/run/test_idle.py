@@ -63,7 +63,7 @@ def test_what_a_user_is_told(flags, told):
 def test_passes_in_which_nothing_is_learned_are_not_offered():
     for number, (lowest, highest) in enumerate([(0, 0), (0, 1), (1, 1)]):
         critic = steps(*[4.0] * 5, update=2.0, rest=2.0)
-        for step in critic:
+        for step in critic[1:]:  # in the first, no row has ended
             step |= {"critic/score/min": lowest, "critic/score/max": highest}
         assert bool(idle_line(critic, parse([]))) == (number == 1)
     critic[-1]["critic/score/min"] = 0  # what differs from step to step can be learned
