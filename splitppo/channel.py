@@ -48,10 +48,10 @@ class _Link:
         of their ranks."""
         size = plan.sizes[self.other]
         speakers = self.ranks[:: len(self.ranks) // size]
-        found = [
+        common = [
             plan.between(self.role, self.group.dp_rank, self.other, peer) for peer in range(size)
         ]
-        return [(rank, slots) for rank, slots in zip(speakers, found, strict=True) if slots]
+        return [(rank, slots) for rank, slots in zip(speakers, common, strict=True) if slots]
 
     def _hop(self, step: int, peer: int, chunk: int = 0) -> Hop:
         both = (self.wire.rank, peer) if self.sends else (peer, self.wire.rank)

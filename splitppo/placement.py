@@ -279,21 +279,21 @@ class StepPlan:
         mini-batches of a model with another number of them than the policy. Neighbours are joined,
         or each is cut further, so that every rank has its part of each. Which slots are together
         does not depend on the ranks."""
-        own = [
+        pieces = [
             list(piece(part, self.sizes[role], rank)) for part in self.orders or self.mini_batches
         ]
-        count = count or len(own)
-        if joined := len(own) // count:
+        count = count or len(pieces)
+        if joined := len(pieces) // count:
             return [
-                [slot for slots in own[i * joined : (i + 1) * joined] for slot in slots]
+                [slot for slots in pieces[i * joined : (i + 1) * joined] for slot in slots]
                 for i in range(count)
             ]
-        parts = count // len(own)
+        cuts = count // len(pieces)
         place = [{slot: i for i, slot in enumerate(slots)} for slots in self.mini_batches]
         return [
-            [slot for slot in slots if places[slot] % parts == part]
-            for slots, places in zip(own, place, strict=True)
-            for part in range(parts)
+            [slot for slot in slots if places[slot] % cuts == part]
+            for slots, places in zip(pieces, place, strict=True)
+            for part in range(cuts)
         ]
 
     def all_slots(self, role: Role, rank: int) -> list[int]:

@@ -125,8 +125,8 @@ class Sampler:
             drops it) stops the engine's work.
         """
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as own:
-            for stopped in _of_set(own, group) if group and size > 1 else own:
+        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as lists:
+            for stopped in _of_set(lists, group) if group and size > 1 else lists:
                 yield [row for row in stopped if self._keep(row)]
 
     def row(self, step: int, slot: int) -> Episode:
@@ -138,7 +138,7 @@ class Sampler:
     def move_open(self, group: Group, owned: Sequence[Sequence[int]]) -> None:
         """Moves the contents of open rows to the ranks that own their slots from now on; `owned`:
         the slots of each rank, ascending. All ranks of the actor group call it before a rollout."""
-        sent = [[self.held[slot] for slot in own if slot in self.held] for own in owned]
+        sent = [[self.held[slot] for slot in slots if slot in self.held] for slots in owned]
         self.held = {slot: self.held[slot] for slot in owned[group.dp_rank] if slot in self.held}
         if self.window and not self._everywhere:
             self.held |= self._by_slot(exchange_rows(group, sent, logprobs=True))
@@ -147,8 +147,8 @@ class Sampler:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
         decoded = {}
-        own = {slot: _known(row) for slot, row in self.held.items()}, self._decoded
-        for rows, part in group.all_gather(own):
+        open_rows = {slot: _known(row) for slot, row in self.held.items()}
+        for rows, part in group.all_gather((open_rows, self._decoded)):
             self.open |= rows
             decoded |= part
         self._everywhere = False
@@ -269,7 +269,7 @@ class _Decoding:
     Attributes:
         step: whose weights the engine has.
         budgets: slot -> tokens that it may still decode.
-        asked, waiting: row -> the row, which waits for the engine or its environment.
+        drawing, waiting: row -> the row, which waits for the engine or its environment.
     """
 
     sampler: Sampler
@@ -277,7 +277,7 @@ class _Decoding:
     step: int
     seed: int
     budgets: dict[int, int] = field(default_factory=dict)
-    asked: dict[int, Episode] = field(default_factory=dict)
+    drawing: dict[int, Episode] = field(default_factory=dict)
     waiting: dict[int, Episode] = field(default_factory=dict)
 
     def run(
@@ -295,8 +295,8 @@ class _Decoding:
             )
             sampler.player.keep({row.row for row in first})
             self._start(first)
-            while self.asked or self.waiting:
-                idle = not self.asked
+            while self.drawing or self.waiting:
+                idle = not self.drawing
                 polled = [] if idle else self.engine.poll()
                 stopped = [row for piece in polled for row in self._take(piece)]
                 if self.waiting:
@@ -318,7 +318,7 @@ class _Decoding:
         return row.row in self.waiting
 
     def _ask(self, row: Episode) -> Ask:
-        self.asked[row.row] = row
+        self.drawing[row.row] = row
         tokens = min(self.sampler.left(row), self._budget(row))
         return Ask(
             row.row,
@@ -330,7 +330,7 @@ class _Decoding:
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
         """Appends what was sampled. Yields the row if it stops."""
-        row = self.asked.pop(piece.row)
+        row = self.drawing.pop(piece.row)
         self.budgets[self.sampler.streams.slot(row.row)] -= len(piece.tokens)
         sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
         row = replace(row, segments=(*row.segments, sampled))
@@ -387,18 +387,18 @@ class _Decoding:
         return self.budgets[self.sampler.streams.slot(row.row)]
 
 
-def _of_set(own: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:
+def _of_set(lists: Iterator[list[Episode]], group: Group) -> Iterator[list[Episode]]:
     """The rows of all engines of a set, on each of its ranks in the same order, whichever engine is
     the faster."""
     waiting = [deque[Episode]() for _ in range(group.set_size)]
-    found: list[Any] = []
-    while found != [None] * group.set_size:
-        found = group.gather_set(next(own, None))
-        for rows, part in zip(waiting, found, strict=True):
+    parts: list[Any] = []
+    while parts != [None] * group.set_size:
+        parts = group.gather_set(next(lists, None))
+        for rows, part in zip(waiting, parts, strict=True):
             rows.extend(part or ())
         ready = []
         while any(waiting) and all(
-            rows or part is None for rows, part in zip(waiting, found, strict=True)
+            rows or part is None for rows, part in zip(waiting, parts, strict=True)
         ):
             ready += [rows.popleft() for rows in waiting if rows]
         yield ready

@@ -238,9 +238,9 @@ class Decoder:
         room = max(row.left for row in [*rows, *entering])
         columns = self._at + (min(room, self._at // 4 + ROOM) if self.movable else room)
 
-        def moved(given: Tensor) -> Tensor:
-            new = _zeros(given, len(rows) + len(entering), columns)
-            new[: len(rows), :, self._at - used : self._at] = given[live, :, end - used : end]
+        def moved(cached: Tensor) -> Tensor:
+            new = _zeros(cached, len(rows) + len(entering), columns)
+            new[: len(rows), :, self._at - used : self._at] = cached[live, :, end - used : end]
             return new
 
         self._rows = dict(enumerate(rows))
@@ -254,13 +254,13 @@ class Decoder:
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs ids `[R, T]` at these positions after the cache, which takes them in, with the mask
         `[R, C + T]` of both. Returns the logits of the last ones, `[R, V]`."""
-        given = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
+        inputs = dict.fromkeys(CACHES, cache) | {"position_ids": positions, "logits_to_keep": 1}
         inputs = self.model.prepare_inputs_for_generation(
             ids,
             attention_mask=mask,
             use_cache=True,
             is_first_iteration=ids.shape == mask.shape,
-            **{name: value for name, value in given.items() if name in self._accepts},
+            **{name: value for name, value in inputs.items() if name in self._accepts},
         )
         return self.model(**inputs).logits[:, -1]
 
@@ -280,9 +280,8 @@ class Decoder:
         for (place, row), stopped in zip(
             rows.items(), self._stopped(list(rows.values())), strict=True
         ):
-            found = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
-            end: End | None = found if row.ask.may_stop else None
-            end = end or (None if row.left else "limit")
+            stop: End | None = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
+            end = (row.ask.may_stop and stop) or (None if row.left else "limit")
             if end:
                 del self._rows[place]
                 ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))

@@ -121,10 +121,10 @@ class HFEngine(RolloutEngine):
         self.model.to("meta")
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = self.model.state_dict(keep_vars=True)
+        held = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in check_weights(weights, weight_names(self.model)):
-                own[name].copy_(tensor)
+                held[name].copy_(tensor)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller may have copied on its own stream
 
@@ -163,5 +163,5 @@ class HFEngine(RolloutEngine):
             noise.to(logits.device, non_blocking=True).split(DRAW_ROWS),
             strict=True,
         )
-        tokens, logprobs = zip(*(draw(some, own, sampling) for some, own in parts), strict=True)
+        tokens, logprobs = zip(*(draw(*part, sampling) for part in parts), strict=True)
         return torch.cat(tokens), torch.cat(logprobs)

@@ -201,11 +201,11 @@ class Player:
         some steps."""
         sets = group.all_gather(group.gather_set(self.take()))
         sums, failures = zip(*(part for ranks in sets for part in ranks), strict=True)
-        waited = max(own.pop("perf/env_wait_s", 0.0) for own in sums)
+        waited = max(of_rank.pop("perf/env_wait_s", 0.0) for of_rank in sums)
         total = Counter[str]()
-        for own in sums:
-            total.update(own)
-        failed = [failure for own in failures for failure in own]
+        for of_rank in sums:
+            total.update(of_rank)
+        failed = [failure for of_rank in failures for failure in of_rank]
         turns = total.pop("turns", 0)
         if group.is_first:
             say_failures("[actor]  ", failed, "environments")

@@ -237,21 +237,21 @@ class Turns:
             answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
             dialogue += [{"role": "assistant", "content": begun + text}, *self._answers([answer])]
             parts += [begun + self._lead + text, self._tail([answer]).removesuffix(begun)]
-        kept = "".join(parts) + begun
+        appended = "".join(parts) + begun
         whole = self._render(dialogue)
-        if "".join(whole.split()) == "".join(kept.split()):
+        if "".join(whole.split()) == "".join(appended.split()):
             return ""
-        same = next(i for i, (a, b) in enumerate(zip_longest(whole, kept)) if a != b)
+        same = next(i for i, (a, b) in enumerate(zip_longest(whole, appended)) if a != b)
         at = len(messages) + bisect_right([*accumulate(map(len, parts[:-1]))], same)
         return (
-            f"message {at} ({dialogue[at - 1]['role']}) once more follow: {kept[same:][:40]!r} "
+            f"message {at} ({dialogue[at - 1]['role']}) once more follow: {appended[same:][:40]!r} "
             f"becomes {whole[same:][:40]!r}"
         )
 
     def _tail(self, messages: Messages) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
-        _, found, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
-        if not found:
+        _, spoken, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
+        if not spoken:
             raise UserError(
                 "the chat template does not show what the assistant said before others answered; "
                 "a row of several turns needs one that does"
@@ -343,13 +343,13 @@ class Turns:
     def _instructed(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages with the instructions in the first system message, or a new one; in the
         first message if the template knows no system."""
-        found = [_plain(message) for message in messages]
+        dialogue = [_plain(message) for message in messages]
         if not self.instructions:
-            return found
-        first = found[0]
+            return dialogue
+        first = dialogue[0]
         if self._takes_system and first["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": self.instructions}, *found]
-        return [{**first, "content": f"{first['content']}\n\n{self.instructions}"}, *found[1:]]
+            return [{"role": "system", "content": self.instructions}, *dialogue]
+        return [{**first, "content": f"{first['content']}\n\n{self.instructions}"}, *dialogue[1:]]
 
 
 def _plain(message: Message | Mapping[str, Any]) -> dict[str, Any]:

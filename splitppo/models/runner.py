@@ -144,8 +144,8 @@ class Frozen:
         peers = ranks_of(self.model).peers
         whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
         self.shards.fetch()
-        found = self.runner.forward(self.model, whole, self.outputs, fields=fields)
-        return whole.select(found[0], whole.places(episode.row for episode in episodes))
+        first, *_ = self.runner.forward(self.model, whole, self.outputs, fields=fields)
+        return whole.select(first, whole.places(episode.row for episode in episodes))
 
     def release_memory(self) -> None:
         """With `offload`, gives back the shards' memory on the device."""
