@@ -388,7 +388,7 @@ def test_one_rank_is_the_paper(baseline):
             3,
             {"placement__actor": 2, "compute__activation_checkpointing": "", "rollout__chunks": 1},
         ),
-        (3, {"placement__actor": 1, "compute__packing": "on"}),
+        wide(3, {"placement__actor": 1, "compute__packing": "on"}),
         wide(
             4,
             {

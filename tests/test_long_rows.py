@@ -132,6 +132,7 @@ def limited_rank(rank: int, argv: list[str], allowed: int) -> int:
     return train.main(argv)
 
 
+@pytest.mark.wide
 def test_a_run_whose_rows_do_not_fit_one_rank_trains_where_they_are_cut(tmp_path, capfd):
     """Two ranks, a row for each. Of a whole row the gated products alone take all that is allowed;
     of half of it all activations and all else take about three quarters."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import wide
 
 from splitppo.config import EnvConfig
 from splitppo.envs import Call, Message, Turn
@@ -165,7 +166,7 @@ FAULTS = {  # what the environment does: the kind, and what the text says
 HARMLESS = ["prints", "forks", "leaves"]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, wide(3)])
 def test_each_fault_costs_its_row_alone(
     file: Path, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -276,6 +276,16 @@ def test_page_of_a_bare_run(tmp_path: Path):
     assert data["placement"] == ["placement per_node: 1 actor, 1 critic", "  rank 0"]
 
 
+def test_page_has_the_last_steps_calibration(tmp_path: Path):
+    bins = [[{"value": 0.25, "score": 0.5, "tokens": 7.0 + step}] for step in range(2)]
+    critic = {1 + step: Step({}, [], calibration=bins[step]) for step in range(2)}
+    run = Run("run", "", {}, {}, columns=({1: Step({}, [])}, critic))
+    assert data_of(build_page(tmp_path, run, None))["tables"][-1][1:] == [
+        ["value", "score", "tokens"],
+        [["0.25", "0.5", "8"]],
+    ]
+
+
 def test_page_of_a_long_run_is_bounded(tmp_path: Path):
     names = [f"critic/thing{i}/mean" for i in range(5)]
     actor, critic = columns(6000)
