@@ -65,18 +65,18 @@ class Validator:
         )
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
-                said = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
+                asks = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
                 # the scorer works while the engine generates
-                batches.append((finished, [text for _, text, _ in said], self.scorer.submit(said)))
-        found = []
+                batches.append((finished, [text for _, text, _ in asks], self.scorer.submit(asks)))
+        scored_rows = []
         written = []
         failures = []
         for episodes, texts, pending in batches:
             results = self.group.of_first(pending)
-            of_rewards = torch.tensor([one.score for one in results], dtype=torch.float64)
+            of_rewards = torch.tensor([result.score for result in results], dtype=torch.float64)
             scores = add_turn_rewards(of_rewards, episodes).tolist()
             for episode, text, scored, score in zip(episodes, texts, results, scores, strict=True):
-                found.append(
+                scored_rows.append(
                     Response(
                         episode.row,
                         score,
@@ -92,7 +92,7 @@ class Validator:
                     line = record(self.context, step, sampler.prompt(episode.row), episode, score)
                     written.append(line | {"sample": sampler.streams.sample(episode.row)})
         failures += self.player.take()[1]
-        gathered = self.group.all_gather((found, written, failures))
+        gathered = self.group.all_gather((scored_rows, written, failures))
         if self.group.is_first:
             rows = (row for _, part, _ in gathered for row in part)
             self.write(step, sorted(rows, key=lambda row: row["row"]))
@@ -100,5 +100,8 @@ class Validator:
                 f"[actor] step {step}, held-out rows, ",
                 [failure for *_, part in gathered for failure in part],
             )
-        responses = sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row)
-        return metrics(responses, [prompt.data_source for prompt in prompts])
+        responses = (response for part, *_ in gathered for response in part)
+        return metrics(
+            sorted(responses, key=lambda response: response.row),
+            [prompt.data_source for prompt in prompts],
+        )

@@ -246,6 +246,7 @@ def rank_main(rank: int, argv: list[str], folder: Path, case: Case | None) -> in
 
 
 def save_in_the_end(folder: Path) -> None:
+    """Has a run save the weights of policy and value model when all its steps are done."""
     begin = Run.begin
     end = Run.end
     parts: list[Any] = []
@@ -305,11 +306,12 @@ def compare(first: Path, second: Path) -> None:
         due, got = (list(numbers(json.loads(path.read_text()))) for path in states)
         assert got == pytest.approx(due, rel=1e-4, abs=1e-5), f"{role}/state.json"
     for name in ("Policy.pt", "Critic.pt"):
-        for due, got in zip(*(torch.load(path / name) for path in (first, second)), strict=True):
-            for weight, value in due.items():
-                torch.testing.assert_close(
-                    got[weight], value, rtol=0, atol=2e-5, msg=f"{name} {weight}"
-                )
+        due, got = (torch.load(path / name) for path in (first, second))
+        assert due.keys() == got.keys()
+        for weight, value in due.items():
+            torch.testing.assert_close(
+                got[weight], value, rtol=0, atol=2e-5, msg=f"{name} {weight}"
+            )
 
 
 def numbers(value: Any) -> Iterator[float]:
