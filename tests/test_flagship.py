@@ -479,7 +479,7 @@ def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("actor", "argv", "changes"),
     [
-        (2, {"rollout__chunks": 4}, {}),
+        wide(2, {"rollout__chunks": 4}, {}),
         wide(
             1,
             {"rollout__chunks": 2, "reference__offload": ""},
