@@ -223,7 +223,7 @@ def simulate(_: int, rank: int, world: int, folder: str) -> tuple[dict[str, int]
         return parts
 
     collectives.Group.all_to_all = all_to_all  # type: ignore[assignment, method-assign]
-    runtime.connect, runtime.join = lambda _: store, lambda *_: (0, [there] * world)
+    runtime.connect, runtime.join = lambda *_: store, lambda *_: (0, [there] * world)
     runtime.Runtime.all_gather = lambda self, key, value: [value] * world
     runtime.Runtime.broadcast = lambda self, key, value, *, patience=0.0: (
         "built" if key == "tiny" else value()
