@@ -313,7 +313,9 @@ class _Decoding:
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
         prompt = self.sampler.prompt(row.row)
-        if self.sampler.player.ask(row, prompt, row_seed(self.seed, row.row, ENV_NOISE)):
+        player = self.sampler.player
+        number = self.sampler.streams.prompt(row.row) if player.seeds == "prompt" else row.row
+        if player.ask(row, prompt, row_seed(self.seed, number, ENV_NOISE)):
             self.waiting[row.row] = row
         return row.row in self.waiting
 

@@ -7,6 +7,7 @@ from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from ranks import run_ranks
 from reference_ppo import Row
 from runs import assert_same, figures, main_rank
-from test_flagship import BATCH, STEPS, compare, flags, inputs, reference, run
+from test_flagship import BATCH, SEED, STEPS, compare, flags, inputs, reference, run
 from tiers import wide
 
 from splitppo.envs import Message
@@ -53,6 +54,7 @@ from splitppo.envs import Message, Turn
 class Env:
     def __init__(self, row, seed):
         self.kind = int(row["prompt"][0]) % 3
+        self.asks = str(seed % 10) + "?"
         self.turns = 0
 
     def reset(self):
@@ -66,7 +68,7 @@ class Env:
         reward = 0.125 * len(said) - 0.25 * self.turns
         cut = self.kind == 2 and len(said) == 1
         heard = {"heard": 0.1 * 7.0 ** len(said)}  # whose sum depends on the order
-        return Turn([Message("user", said[::-1] + "?")], reward, len(said) == 3, cut, heard)
+        return Turn([Message("user", said[::-1] + self.asks)], reward, len(said) == 3, cut, heard)
 
     def close(self):
         pass
@@ -104,14 +106,17 @@ def game(inputs: Path) -> Path:
     return inputs
 
 
-def listener(game: Path) -> Callable[[Row], Row]:
-    """What the environment makes of sampled tokens, played here turn by turn."""
+def listener(game: Path, samples: int = 1) -> Callable[[Row, int], Row]:
+    """What the environment makes of the sampled tokens of the row of a number, played here turn by
+    turn. So many rows that follow each other have one seed."""
     found: dict[str, Any] = {}
     exec((game / "env.py").read_text(), found)
     tokenizer: Any = build_tokenizer()
 
-    def heard(row: Row) -> Row:
-        env = found["Env"]({"prompt": tokenizer.decode(row.prompt)}, 0)
+    def heard(row: Row, number: int) -> Row:
+        noise = blake2b(f"{SEED}/{number // samples}/-1".encode(), digest_size=8).digest()
+        seed = int.from_bytes(noise, "little") >> 1
+        env = found["Env"]({"prompt": tokenizer.decode(row.prompt)}, seed)
         ids: list[int] = []
         own: list[int] = []
         observed: set[int] = set()
@@ -149,29 +154,39 @@ def listener(game: Path) -> Callable[[Row], Row]:
         wide(1, {}, 5),
         wide(2, {"placement__actor": 1}, 0),
         wide(3, {"placement__actor": 2}, 5),
-        (4, {"placement__actor": 1}, 5),
+        (4, {"placement__actor": 1, "env__seed": "prompt", "rollout__samples": 2}, 5),
         wide(2, {"placement__mode": "colocated"}, 0),
         wide(2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
         wide(
             3, {"placement__actor": 2, "fsdp__tensor_parallel": 2, "value__tensor_parallel": 1}, 0
         ),
     ],
-    ids=["one rank", "1+1", "2+1", "1+3", "colocated", "a set of two", "a set of two, and 1"],
+    ids=[
+        "one rank",
+        "1+1",
+        "2+1",
+        "1+3",
+        "colocated",
+        "a set, a game a prompt",
+        "a set of two, and 1",
+    ],
 )
 def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
     options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": window, **LIMITS}
+    samples = placement.get("rollout__samples", 1)
     hyper: dict[str, Any] = OLD if window else {}
     options |= {f"ppo__{name}": value for name, value in hyper.items()}
     seen = run(game, tmp_path, world, odd="exact", **placement, **options)
-    due = reference(game, seen, window=window, heard=listener(game), **hyper)
+    heard = listener(game, samples)
+    due = reference(game, seen, window=window, heard=heard, samples=samples, **hyper)
     compare(seen, due)
-    every = [row for rows in seen["rows"] for row in rows.values()]
+    numbered = [item for rows in seen["rows"] for item in rows.items()]
+    every = [row for _, row in numbered]
     assert {len(turns) for *_, turns in every} >= {1, 2, 3}
     assert any(len(turns) > 1 and turns[-1][-1] not in ENDS for *_, turns in every), "none was cut"
-    heard = listener(game)
-    for prompt, response, _, _, turns in every:
+    for number, (prompt, response, _, _, turns) in numbered:
         sampled = [token for said in turns for token in said]
-        assert heard(Row(prompt, sampled, 0.0, [], True)).response == response
+        assert heard(Row(prompt, sampled, 0.0, [], True), number).response == response
     decode = partial(build_tokenizer().decode, skip_special_tokens=True)
     for rows, scores in zip(seen["rows"], seen["scores"], strict=True):
         for row, (*_, turns) in rows.items():

@@ -247,16 +247,16 @@ def reference(
     value_lr: float = VALUE_LR,
     head: str = "normal",
     window: int = 0,
-    heard: Callable[[Row], Row] = lambda row: row,
+    heard: Callable[[Row, int], Row] = lambda row, number: row,
     adapters: dict | None = None,
     value_base: str = "value",
     **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
-    score. `heard` adds what an environment says to what was sampled. `adapters`: model -> (layer ->
-    its adapters as they begin, alpha); `value_base`: folder of the value model. With a `window` the
-    reference finds out by itself in which step a row ends, and what its log-probs were when it was
-    sampled."""
+    score. `heard` adds what an environment says to what was sampled, in the row of a number.
+    `adapters`: model -> (layer -> its adapters as they begin, alpha); `value_base`: folder of the
+    value model. With a `window` the reference finds out by itself in which step a row ends, and
+    what its log-probs were when it was sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / value_base, num_labels=1)
@@ -290,7 +290,8 @@ def reference(
                     scores[row] - (0 if finished else penalty),
                     engine,
                     finished,
-                )
+                ),
+                row,
             )
             for row, (prompt, _, engine, finished, turns) in sorted(rows.items())
         ]

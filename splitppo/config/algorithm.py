@@ -238,6 +238,9 @@ class EnvConfig:
     """Reward of the first turn of a row whose calls all parse."""
     network: bool = False
     """Let the tool `python` use the network, also where the kernel can't take it away."""
+    seed: Literal["row", "prompt"] = "row"
+    """What the environment's seed follows from, with the run's: the row, or its prompt, so that all
+    responses to a prompt play one game and `ppo.baseline=group` compares like with like."""
     rewritten: Literal["refuse", "keep"] = "refuse"
     """With a chat template that rewrites earlier messages: refuse the run, or `keep` what was
     sampled."""

@@ -121,6 +121,7 @@ class Player:
         failures: (row, failure) of the rows that failed.
         turns: makes tokens of messages, and messages of tokens.
         answers: whether turns are answered. render: messages -> the text of a row's prompt.
+        seeds: what an environment's seed follows from, as `env.seed` has it.
     """
 
     answers = True
@@ -131,6 +132,7 @@ class Player:
         self.pool = pool
         self.turns = turns
         self.render = turns.render
+        self.seeds = config.env.seed
         self._config = config
         self._rows: dict[int, _Row] = {}
         self._figures: list[dict[str, float]] = []  # of each turn, answer and wait

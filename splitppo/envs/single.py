@@ -12,6 +12,7 @@ class SingleTurn:
 
     answers = False
     render = None
+    seeds = "row"
 
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         return False

@@ -5,6 +5,7 @@ import json
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from envs import LocalPool
 from ranks import ALONE
 
 from splitppo.config import Config, EnvConfig, RewardConfig, RolloutConfig
-from splitppo.engine import Ask, Piece
+from splitppo.engine import Ask, Piece, row_seed
 from splitppo.envs import Message, Turn
 from splitppo.envs.player import Player, turns_of
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
@@ -91,13 +92,20 @@ def config(*, context: int | None = None, turns: int = 16, observed: int = 99) -
 
 
 def sampler_of(
-    info: dict, *, slots: int = 3, window: int = 0, limit: int = 40, given: Config | None = None
+    info: dict,
+    *,
+    slots: int = 3,
+    window: int = 0,
+    limit: int = 40,
+    given: Config | None = None,
+    samples: int = 1,
 ) -> Any:
     given = given or config()
     prompt = Prompt("go=", PROMPT, "", "", info)
     return Sampler(
         slots,
         lambda row: prompt,
+        samples=samples,
         limit=limit,
         context=given.rollout.max_context,
         window=window,
@@ -115,6 +123,17 @@ def played(sampler: Sampler, step: int = 1, slots: Sequence[int] | None = None) 
 def told(row: Episode) -> list[tuple[str, str]]:
     """The row's turns as text: what was sampled, what was observed."""
     return [(TOKENIZER.decode(said), TOKENIZER.decode(heard)) for said, heard in row.turns]
+
+
+@pytest.mark.parametrize("seeds", ["row", "prompt"])
+def test_the_seed_is_the_rows_or_its_prompts(seeds: Any):
+    given = replace(config(), env=replace(config().env, seed=seeds))
+    sampler = sampler_of({"turns": 2}, slots=6, samples=3, given=given)
+    for step in (1, 2):
+        rows = played(sampler, step)
+        numbers = [row.row // 3 if seeds == "prompt" else row.row for row in rows]
+        digits = [told(row)[0][1][-2] for row in rows]  # of the seed, as the answer has it
+        assert digits == [str(row_seed(0, number, -1) % 10) for number in numbers]
 
 
 def test_a_row_holds_what_was_sampled_and_what_was_answered():

@@ -10,7 +10,8 @@ Studies:
 * `frozen`: the same value models alone, on rollouts of a policy that is not trained.
 * `guess`, `stakes`: the embedded model plays games with rewards on the way: `data.task guess`, and
   stakes.py. The value model; the batch's mean by turn; groups of 8 responses, as many rows. In
-  `guess` each response has a number of its own; in `stakes` a group plays one game.
+  `guess` each response has a number of its own, and in the arm `shared` a group has one; in
+  `stakes` a group plays one game anyway.
 * `size`: layers of the value model, and what papers add. FLAGS name preset and steps.
 
 Every arm trains with the same FLAGS, colocated on one GPU or on the CPU, `--jobs` runs at a time;
@@ -64,10 +65,12 @@ def mixed() -> dict[str, list[str]]:
 
 def turns() -> dict[str, list[str]]:
     """The flags of each arm."""
+    groups = ["--ppo.baseline", "group", "--rollout.samples", "8"]
     return {
         "value": [],
         "batch": ["--ppo.baseline", "batch"],
-        "groups": ["--ppo.baseline", "group", "--rollout.samples", "8"],
+        "groups": groups,
+        "shared": [*groups, "--env.seed", "prompt"],
     }
 
 
