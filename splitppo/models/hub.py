@@ -27,6 +27,7 @@ from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
 from splitppo.job.launch import ERROR_FILE
+from splitppo.models.older import WRITTEN
 
 # of a model: the files beside config.json, and only one format of the weights
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors")
@@ -209,10 +210,18 @@ def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
         raise
 
 
+def public_name(name: str) -> str:
+    """The name of a model or a data file without the folders of this machine: one of the hub as a
+    run records it, with its commit; the last part of a path."""
+    match = MODEL.fullmatch(name)
+    on_hub = name.startswith("hf://") or (match and re.fullmatch("[0-9a-f]{40}", match[2] or ""))
+    return name if on_hub else os.path.basename(os.path.abspath(name))
+
+
 def upload(folder: Path, repo: str, *, public: bool) -> str:
     """Uploads a folder's files into a model repository, which is made if there is none: a private
-    one, unless it may be `public`. Returns its address. Raises UserError if the hub refuses, or the
-    repository is public and may not be."""
+    one, unless it may be `public`. Files of an earlier upload are deleted. Returns its address.
+    Raises UserError if the hub refuses, or the repository is public and may not be."""
     hub = HfApi()
     url = f"{hub.endpoint}/{repo}"
     try:
@@ -221,8 +230,16 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
             raise UserError(
                 f"{url} is public; say --public if all may read these models, or name another"
             )
+        earlier = [
+            file
+            for file in hub.list_repo_files(repo)
+            if "/" not in file and any(fnmatch(file, pattern) for pattern in WRITTEN)
+        ]
         hub.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Models trained with splitppo"
+            repo_id=repo,
+            folder_path=folder,
+            commit_message="Models trained with splitppo",
+            delete_patterns=[escape(file) for file in earlier],
         )
     except FAILURES as error:
         cause = str(error).strip().partition("\n")[0]

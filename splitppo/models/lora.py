@@ -8,7 +8,6 @@ is on. In a tensor-parallel set, A is cut as W is by its inputs, B as W is by it
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from splitppo.config.toml import flag
 from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.cost import Cost
+from splitppo.models.hub import public_name
 from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
 from splitppo.models.stored import FLOATS, describe_kinds
@@ -240,14 +240,13 @@ def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str,
     identifies the base is in the metadata of the weights."""
     layers = targets(model, adapter)
     ends = sorted({layer.rpartition(".")[2] for layer in layers})
-    # the folders of this machine are nobody's business
-    base, _, revision = adapter.base.partition("@")
+    base, _, revision = public_name(adapter.base).partition("@")
     settings = import_peft("an adapter").LoraConfig(
         r=adapter.settings.rank,
         lora_alpha=adapter.alpha,
         target_modules=layers if adapter.settings.targets else ends,
         modules_to_save=["score"] if adapter.kind == "value" else None,
-        base_model_name_or_path=os.path.basename(base) if os.path.isabs(base) else base,
+        base_model_name_or_path=base,
         revision=revision or None,
         inference_mode=True,
     )

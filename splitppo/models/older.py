@@ -11,12 +11,18 @@ from splitppo.models.build import read_config
 from splitppo.models.tokenizer import FILES
 
 TOKENIZER = (*FILES, "merges.txt", "*_tokens*.json", "chat_template*")
+# all that is written into a model's folder or repository; the next export or push replaces it
+WRITTEN = (*TOKENIZER, "*.json", "*.safetensors", "*.py", "README.md")
 # kinds of rotary positions that transformers 4.57 computes
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # what config.json called their base, and the share of a head that has them
 NAMES = {f"gpt_neox{suffix}": ("rotary_emb_base", "rotary_pct") for suffix in ("", "_japanese")}
-# never as before: the precision; code and quantization, which are not read; `id2label` counts
-CHANGED = ("dtype", "torch_dtype", "auto_map", "quantization_config", "num_labels")
+# never as before: the precision; code and quantization, which are not read; `id2label` counts; the
+# folder of somebody's machine
+CHANGED = (
+    *("dtype", "torch_dtype", "auto_map", "quantization_config", "num_labels"),
+    "_name_or_path",
+)
 
 
 def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, policy: bool) -> None:
@@ -36,6 +42,7 @@ def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, pol
         for name, value in given.items()
         if name not in CHANGED and before.get(name) == written.get(name)
     }
+    written.pop("_name_or_path", None)
     file.write_text(json.dumps(written | older_names(written) | same, indent=2), encoding="utf-8")
     code = ["*.py"] * own_code
     kept = (
@@ -46,9 +53,11 @@ def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, pol
         shutil.copyfile(found, folder / found.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        text = settings.read_text(encoding="utf-8").replace(
-            '"TokenizersBackend"', '"PreTrainedTokenizerFast"'
-        )
+        text = settings.read_text(encoding="utf-8")
+        if "name_or_path" in (fields := json.loads(text)):
+            del fields["name_or_path"]
+            text = json.dumps(fields, indent=2, ensure_ascii=False)
+        text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
         settings.write_text(
             re.sub(r'"extra_special_tokens"(?=\s*:\s*\[)', '"additional_special_tokens"', text),
             encoding="utf-8",

@@ -2,22 +2,30 @@
 
 # torch, transformers and the modules that import them are imported in the functions: --help must
 # not wait for them
-import os
+import json
 import shutil
 import warnings
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
 from splitppo.config import Config
-from splitppo.config.cli import map_paths, parse
-from splitppo.config.toml import to_toml
+from splitppo.config.cli import parse
+from splitppo.config.toml import toml_value
 from splitppo.errors import UserError
 from splitppo.tools.runs import check_folder, read_columns
 
 PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model that they hold
+TITLE = "trained with splitppo"  # in the first line of a card
 # in a card
+NAMES = (
+    *("policy.path", "reference.path", "value.path", "reward.model"),
+    *("data.files", "data.validation_files"),
+)
+VERSIONS = ("python", "splitppo", "torch", "transformers", "safetensors", "vllm", "git")
 SHOWN = (
     "val/score/mean",
     "val/best_so_far",
@@ -60,22 +68,28 @@ def export(
     logging.disable_progress_bar()
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
-    for kind in ("policy", *["value"] * config.has_value):
+    kinds = ("policy", *["value"] * config.has_value)
+    for folder in (out / kind for kind in kinds):
+        _check_replaced(folder)
+    for kind in kinds:
         folder = out / kind
+        partial = folder.with_name(f"{kind}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         if not merged and getattr(config, kind).lora.rank:
-            folder.mkdir(parents=True, exist_ok=True)
             for file in lora.FILES:
-                shutil.copyfile(saved / PARTS[kind] / file, folder / file)
+                shutil.copyfile(saved / PARTS[kind] / file, partial / file)
         else:
             model = load_model(config, run, kind, saved).to(getattr(torch, dtype))
             save(
                 model,
-                folder,
+                partial,
                 model_folder(config, run, kind),
                 model_folder(config, run, "policy"),
                 own_code=config.policy.trust_remote_code,
             )
-        (folder / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
+        _replace(folder, partial)
         print(f"{folder.name}: {folder}")
     if not config.has_value:
         print(f"the run has no value model: ppo.baseline={config.ppo.baseline}")
@@ -104,14 +118,34 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     return parse(["--config", str(run / "config.toml")], recorded=True), step, found[step]
 
 
+def _check_replaced(folder: Path) -> None:
+    """Raises a UserError if a folder to write holds files of others: an export replaces its own
+    alone."""
+    card = folder / "README.md"
+    by_us = card.is_file() and TITLE in card.read_text(encoding="utf-8", errors="replace")
+    if folder.exists() and not (by_us or (folder.is_dir() and not any(folder.iterdir()))):
+        raise UserError(f"{folder} is there, and not of splitppo export; name another --out")
+
+
+def _replace(folder: Path, written: Path) -> None:
+    """Puts the files of `written` in the place of those that an earlier export left."""
+    from splitppo.models.older import WRITTEN
+
+    folder.mkdir(exist_ok=True)
+    for earlier in {file for pattern in WRITTEN for file in folder.glob(pattern)}:
+        if earlier.is_file():
+            earlier.unlink()
+    for file in written.iterdir():
+        file.replace(folder / file.name)
+    written.rmdir()
+
+
 def model_card(config: Config, run: Path, step: int, kind: str) -> str:
-    """A README for the model hub: what the model is, its figures, and all settings."""
+    """A README for the model hub: what the model is, its figures, settings and versions. Nothing of
+    the machine is in it, and no text that somebody wrote but the names of models and data."""
+    from splitppo.models.hub import public_name
     from splitppo.run.sources import model_paths
 
-    # the folders of this machine are nobody's business
-    config = map_paths(
-        config, lambda _, path: os.path.basename(path) if os.path.isabs(path) else path
-    )
     last = [column[step].metrics for column in read_columns(run) if step in column]
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
@@ -119,27 +153,53 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     logit = "the logit x of each position's value, low + (high - low) * sigmoid(x) of value_range"
     label = logit if config.value.range else "the value of each position"
     what = "Policy" if kind == "policy" else f"Value model (one label: {label})"
+    settings = "\n".join(f"{name} = {toml_value(value)}" for name, value in public_settings(config))
+    versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
+    shown = {name: version for name, version in versions.items() if name in VERSIONS}
     return f"""\
 ---
 library_name: transformers
 tags: [ppo, splitppo]
 ---
-# {what} trained with splitppo
+# {what} {TITLE}
 
-Started from {model_paths(config)[kind]}, {step} of {config.steps} steps. Figures of step {step}:
+Started from {public_name(model_paths(config)[kind])}, {step} of {config.steps} steps. \
+Figures of step {step}:
 
 {figures}
 
 Settings and versions:
 
 ```toml
-{to_toml(config).strip()}
+{settings}
 ```
 
 ```json
-{(run / "versions.json").read_text(encoding="utf-8").strip()}
+{json.dumps(shown, indent=1)}
 ```
 """
+
+
+def public_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings that are numbers, switches, or one of some words; and the names of models and
+    data, without their folders. Other texts may hold anything."""
+    from splitppo.models.hub import public_name
+
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        name = prefix + field.name
+        value = getattr(config, field.name)
+        values = [*value] if isinstance(value, list | tuple) else [value]
+        if is_dataclass(value):
+            yield from public_settings(value, f"{name}.")
+        elif name in NAMES and value:
+            public = [public_name(each) for each in values]
+            yield name, public[0] if isinstance(value, str) else public
+        elif value is not None and (
+            "Literal" in str(hints[field.name])
+            or all(isinstance(each, int | float) for each in values)
+        ):
+            yield name, value
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:

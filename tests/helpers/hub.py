@@ -137,14 +137,14 @@ class _Handler(BaseHTTPRequestHandler):
                 ]
             }
         elif what == "commit":
-            lines = [
-                line["value"]
-                for line in map(json.loads, body.splitlines())
-                if line["key"] == "file"
-            ]
-            commit = hub.push(
-                repo, {line["path"]: base64.b64decode(line["content"]) for line in lines}
-            )
+            files = dict(hub.repos["model", repo][hub.refs["model", repo]["main"]])
+            for line in map(json.loads, body.splitlines()):
+                about = line["value"]
+                if line["key"] == "file":
+                    files[about["path"]] = base64.b64decode(about["content"])
+                elif line["key"] == "deletedFile":
+                    del files[about["path"]]
+            commit = hub.push(repo, files)
             answer = {"commitUrl": f"{hub.endpoint}/{repo}/commit/{commit}", "commitOid": commit}
         self._send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 

@@ -214,7 +214,7 @@ def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_
     run_ranks(3, main_rank, argv)
     for record in records(tmp_path / "run", "critic"):
         assert record["critic/reward_model_cut/mean"] == 0
-        parts = 0.5 * record["critic/reward_model/mean"] + 2 * record["critic/letters/mean"]
+        parts = 0.5 * record["critic/reward_model/mean"] + 2 * record["critic/reward/letters/mean"]
         assert record["critic/score/mean"] == pytest.approx(parts, abs=1e-5)
         assert record["critic/reward_model/min"] < record["critic/reward_model/max"]
 

@@ -142,9 +142,14 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     told = capsys.readouterr()
     assert told.err == ""
     policy = moved / "run" / "export" / "step_000004" / "policy"
-    assert f'files = ["{kept[1]}' not in (policy / "README.md").read_text(), (
-        "no path of this machine goes to the hub"
-    )
+    card = (policy / "README.md").read_text()
+    assert 'policy.path = "base"' in card
+    assert "torch" in card
+    typed_words = json.loads((moved / "run" / "versions.json").read_text())["command"].split()
+    assert not [word for word in typed_words if len(word) > 5 and word in card]
+    for file in policy.iterdir():
+        for secret in (str(kept[1]), str(moved)):
+            assert secret.encode() not in file.read_bytes(), (file.name, secret)
     assert AutoTokenizer.from_pretrained(policy).chat_template == TEMPLATE
     before, after = (
         load_file(kept[0] / "models" / "base" / "model.safetensors"),
@@ -335,6 +340,15 @@ def test_push_uploads_what_export_writes(
         (files,) = [files for files in hub.repos["model", repo].values() if files]
         folder = moved / "run" / "export" / "step_000004" / kind
         assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    mine = {"notes.md": b"mine", "gguf/config.json": b"{}"}
+    hub.push(
+        "me/it", files | mine | {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
+    )
+    assert typed(monkeypatch, "push", "run", "me/it") == 0
+    again = hub.repos["model", "me/it"][hub.refs["model", "me/it"]["main"]]
+    policy = moved / "run" / "export" / "step_000004" / "policy"
+    assert again == mine | {path.name: path.read_bytes() for path in policy.iterdir()}
+    capsys.readouterr()
     hub.private.clear()
     assert typed(monkeypatch, "push", "run", "me/it") == 2
     assert capsys.readouterr().err.startswith(
