@@ -165,9 +165,9 @@ def listener(game: Path, samples: int = 1) -> Callable[[Row, int], Row]:
         "one rank",
         "1+1",
         "2+1",
-        "1+3",
+        "1+3, a game a prompt",
         "colocated",
-        "a set, a game a prompt",
+        "a set of two",
         "a set of two, and 1",
     ],
 )
