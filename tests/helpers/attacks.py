@@ -485,7 +485,7 @@ def rewards(_: random.Random) -> Iterator[Attack]:
                              0, functools.partial(lambda number, f: judge(f, number), number)
                          ),
                          check=lambda f, said: (
-                             "" if "reward_model: 4 x invalid" in said else "not named"
+                             "" if "reward model: 4 x invalid" in said else "not named"
                          ))  # fmt: skip
 
 

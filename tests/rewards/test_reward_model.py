@@ -263,11 +263,11 @@ def test_a_score_that_is_not_finite_is_a_failure(
     mean, deviation = 0.5, (8 * 0.25 / 11) ** 0.5
     assert record["critic/rewards/max"] == pytest.approx((3.5 - mean) / deviation)
     assert record["critic/rewards/min"] == pytest.approx((0 - mean) / deviation)
-    assert "reward_model: 4 x invalid, first of row 3: reward.model=" in capfd.readouterr().out
+    assert "reward model: 4 x invalid, first of row 3: reward.model=" in capfd.readouterr().out
     assert run_ranks(1, failing_rank, [*argv, f"--run-dir={tmp_path / 'all'}"], 1) == [2]
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert error.startswith(
-        "error: reward reward_model failed on every row for 3 steps: reward.model="
+        "error: reward reward model failed on every row for 3 steps: reward.model="
     )
 
 
