@@ -322,13 +322,8 @@ class _Decoding:
     def _ask(self, row: Episode) -> Ask:
         self.drawing[row.row] = row
         tokens = min(self.sampler.left(row), self._budget(row))
-        return Ask(
-            row.row,
-            row.prompt + row.response,
-            row.tokens,
-            tokens,
-            may_stop=self.sampler.length(row.row) is None,
-        )
+        may_stop = self.sampler.length(row.row) is None
+        return Ask(row.row, row.prompt + row.response, row.tokens, tokens, may_stop)
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
         """Appends what was sampled. Yields the row if it stops."""
@@ -364,12 +359,11 @@ class _Decoding:
     def _answered(self, row: Episode, reply: Reply) -> Episode:
         """The row with the answer to its last turn. What ends it, in this order: the environment,
         `env.max_turns`, `rollout.max_new_tokens`, `rollout.max_context`."""
-        *before, turn, answer = row.segments
+        *before, turn, _ = row.segments
         if reply.end == "failed":  # its reward is that of the whole row
             before = [segment._replace(reward=0.0) for segment in before]
         said = (*before, turn._replace(reward=reply.reward))
-        ids, spans = reply.observed
-        answered = answer._replace(ids=ids, version=self.step, spans=spans)
+        answered = reply.observed._replace(version=self.step)
         longer = replace(row, segments=(*said, answered), end=reply.end)
         if not reply.end and self.sampler.left(longer) < 1:  # then nobody reads the answer
             answered = answered._replace(ids=array(IDS), spans=())

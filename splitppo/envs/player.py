@@ -20,7 +20,7 @@ from splitppo.envs.single import SINGLE_TURN, SingleTurn
 from splitppo.envs.tools import load_tools, tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError, one_line
-from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt, Span
+from splitppo.rollout import IDS, LOGPROBS, End, Episode, Prompt, Segment
 from splitppo.workers import FAILING_STEPS, FLOAT32_MAX, Failure, describe, say_failures
 
 
@@ -66,14 +66,7 @@ def players_of(config: Config, tokenizer: Any) -> "list[Player] | list[SingleTur
     return [Player(pool, turns, config) for _ in range(2)]
 
 
-class Observed(NamedTuple):
-    """What a row reads: token ids, and the messages in them."""
-
-    ids: array
-    spans: tuple[Span, ...] = ()
-
-
-NOTHING = Observed(array(IDS))
+NOTHING = Segment(array(IDS), None)  # that is observed
 
 
 class Reply(NamedTuple):
@@ -87,7 +80,7 @@ class Reply(NamedTuple):
     """
 
     row: int
-    observed: Observed
+    observed: Segment
     reward: float = 0.0
     end: End | None = None
 
@@ -240,12 +233,12 @@ class Player:
             self.failures.append((row.row, heard))
             return Reply(row.row, NOTHING, self._config.reward.failed_score, "failed")
         one.broken = heard
-        return Reply(row.row, Observed(row.prompt, row.spans))
+        return Reply(row.row, Segment(row.prompt, None, spans=row.spans))
 
     def _read(self, row: Episode, heard: list[Any], *, again: bool) -> Reply | Failure:
         """The reply in what an environment said: to the row's last turn; to all, `again`, if it was
         made here."""
-        prompt = Observed(row.prompt, row.spans)
+        prompt = Segment(row.prompt, None, spans=row.spans)
         if again:
             messages, *turns = heard
             if messages:
@@ -304,13 +297,13 @@ class Player:
         )
         return replace(row, segments=tuple(segments), spans=self.turns.spans(row.prompt))
 
-    def _observe(self, turn: Turn, said: array) -> Observed:
+    def _observe(self, turn: Turn, said: array) -> Segment:
         most = self._config.env.max_observation_tokens
         ids = self.turns.observation(turn.messages, said, most)
         return self._observed(ids, turn.messages)
 
-    def _observed(self, ids: Sequence[int], messages: Sequence[Message]) -> Observed:
-        return Observed(array(IDS, ids), self.turns.spans(ids, messages))
+    def _observed(self, ids: Sequence[int], messages: Sequence[Message]) -> Segment:
+        return Segment(array(IDS, ids), None, spans=self.turns.spans(ids, messages))
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:
