@@ -309,4 +309,4 @@ def write_run_files(
         },
         "git": revision or "not a checkout",
     }
-    (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")

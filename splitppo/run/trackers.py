@@ -16,7 +16,7 @@ from typing import Any
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import ROLES, Role
-from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, table
+from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, table, write_whole
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100  # training steps whose samples are shown, about
@@ -58,7 +58,7 @@ class Wandb:
             raise UserError(
                 f"log.trackers=wandb: {error} Or set WANDB_MODE=offline in the environment"
             ) from error
-        path.write_text(self.run.id)
+        write_whole(path, self.run.id)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         self.table = wandb.Table
