@@ -39,9 +39,9 @@ def main() -> int:
     sys.argv = [f"splitppo {name}", *arguments]
     if name == "train" and {"-h", "--help"} & set(arguments):
         parse(arguments)  # without torch, which takes seconds to import
-    flags, own = launcher.split(arguments)
+    flags, trainer_flags = launcher.split(arguments)
     if name == "train" and flags:
-        return launcher.launch(flags, own)
+        return launcher.launch(flags, trainer_flags)
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "main"):
         return module.main()

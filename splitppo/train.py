@@ -199,7 +199,7 @@ def run(
 
     def flags() -> list[str]:
         function = [] if reward is None else ["--reward.function", name_function(reward)]
-        return as_flags(config, *function, given=sys.argv[1:] if argv is None else argv)
+        return as_flags(config, *function, arguments=sys.argv[1:] if argv is None else argv)
 
     # under torchrun at once, as below; alone as any script, since the process may be a notebook's
     leave = os._exit if "RANK" in os.environ else sys.exit

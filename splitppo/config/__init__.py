@@ -242,8 +242,8 @@ class Config:
     @property
     def base_is_reference(self) -> bool:
         """Whether the reference is the policy with its adapters off: no model of its own."""
-        own = self.reference.path or self.placement.reference == "critic"
-        return self.has_kl and self.policy.lora.rank > 0 and not own
+        is_separate = self.reference.path or self.placement.reference == "critic"
+        return self.has_kl and self.policy.lora.rank > 0 and not is_separate
 
     @property
     def has_value(self) -> bool:

@@ -44,9 +44,9 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     path, settings = _preset(argv, recorded)
-    given = [*_flags(settings), *argv]
+    flags = [*_flags(settings), *argv]
     try:
-        config = _read(given)
+        config = _read(flags)
     except UserError:
         with suppress(UserError):
             read_flags(Config, "", _flags(settings))
@@ -63,29 +63,31 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
         with suppress(UserError), redirect_stderr(io.StringIO()):
-            kept = toml.read_preset(str(run / "config.toml"), recorded=True)
-            kept = {name: value for name, value in kept.items() if not re.fullmatch(ANEW, name)}
-            config = _read([*_flags(kept), *given])
+            run_settings = toml.read_preset(str(run / "config.toml"), recorded=True)
+            run_settings = {
+                name: value for name, value in run_settings.items() if not re.fullmatch(ANEW, name)
+            }
+            config = _read([*_flags(run_settings), *flags])
     return map_paths(config, lambda _, file: os.path.expanduser(file))
 
 
-def as_flags(config: Config, *more: str, given: Sequence[str] = ()) -> list[str]:
+def as_flags(config: Config, *more: str, arguments: Sequence[str] = ()) -> list[str]:
     """The settings that differ from their defaults, as arguments of the command line; then `more`,
-    and those that a script is `given`. Raises UserError if the latter begin with no flag."""
-    if given and not given[0].startswith("-"):  # it would count for the script's last flag
-        raise UserError(f"{given[0]}: unknown word; settings are flags, such as --steps 20")
+    and the `arguments` of a script. Raises UserError if the latter begin with no flag."""
+    if arguments and not arguments[0].startswith("-"):  # it would count for the script's last flag
+        raise UserError(f"{arguments[0]}: unknown word; settings are flags, such as --steps 20")
     defaults = dict(toml.leaves(asdict(Config())))
     changed = {
         name: value for name, value in toml.leaves(asdict(config)) if value != defaults.get(name)
     }
-    return [*_flags(changed), *more, *given]
+    return [*_flags(changed), *more, *arguments]
 
 
 def given_settings(argv: Sequence[str]) -> list[str]:
     """The settings that a command line or its preset sets."""
     flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    given = {*flags, *(re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags), *_preset(argv)[1]}
-    return [name for name, _ in toml.leaves(asdict(Config())) if name in given]
+    names = {*flags, *(re.sub(r"(^|\.)no_", r"\1", flag) for flag in flags), *_preset(argv)[1]}
+    return [name for name, _ in toml.leaves(asdict(Config())) if name in names]
 
 
 def has_steps(run_dir: Path) -> bool:
@@ -102,19 +104,19 @@ def _preset(argv: Sequence[str], recorded: bool = False) -> tuple[str, dict[str,
     """The file that `--config` names, and its settings; none without it."""
     preset = _value_of("--config", argv)
     path = "" if preset is None else toml.find_preset(os.path.expanduser(preset))
-    found = {} if preset is None else toml.read_preset(path, recorded=recorded)
-    return path, _used(found, argv)
+    settings = {} if preset is None else toml.read_preset(path, recorded=recorded)
+    return path, _used(settings, argv)
 
 
-def _read(given: Sequence[str]) -> Config:
+def _read(argv: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
-    flags = given
-    if _value_of("--policy.path", given) in (None, "tiny"):
-        flags = [*_flags(_used(toml.read_preset(TINY), given)), *given]
+    flags = argv
+    if _value_of("--policy.path", argv) in (None, "tiny"):
+        flags = [*_flags(_used(toml.read_preset(TINY), argv)), *argv]
     config = read_flags(Config, "splitppo.train", flags)
     for name in ("policy", "value"):
         model = getattr(config, name)
-        if model.lora.rank > 0 and _value_of(f"--{name}.optim.lr", given) is None:
+        if model.lora.rank > 0 and _value_of(f"--{name}.optim.lr", argv) is None:
             optim = replace(model.optim, lr=float(f"{LORA_RATE * model.optim.lr:g}"))
             config = replace(config, **{name: replace(model, optim=optim)})
     return config
@@ -203,8 +205,8 @@ def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> C
     be right."""
 
     @wraps(function)
-    def bind(*given: Any, **named: Any) -> Any:
-        return partial(function, *given, **named)
+    def bind(*args: Any, **named: Any) -> Any:
+        return partial(function, *args, **named)
 
     return read_flags(bind, prog, args)
 

@@ -99,17 +99,19 @@ def of_sets(config: Config) -> Iterator[tuple[object, str]]:
         "reward": "value",
     }
     for model, group in groups.items():
-        own = config.set_shape(model)
+        shape = config.set_shape(model)
         least = config.set_shape(group)
         if model == "reward" and config.reward.sequence_parallel == 1:
             least = least._replace(sequence=1)
-        what = f"{model}.tensor_parallel={own.tensor}"
+        what = f"{model}.tensor_parallel={shape.tensor}"
         remedy = "leave it unset"
-        if max(own.sequence, least.sequence) > 1:
-            what += f" and sequence_parallel={own.sequence} make sets of {own.size} ranks, which"
+        if max(shape.sequence, least.sequence) > 1:
+            what += (
+                f" and sequence_parallel={shape.sequence} make sets of {shape.size} ranks, which"
+            )
             remedy = "leave both unset"
         yield (
-            own.size % least.size,
+            shape.size % least.size,
             f"{what} is no multiple of the {group}'s, {least.size}; {remedy}",
         )
     for setting in ("tensor_parallel", "sequence_parallel"):

@@ -23,8 +23,8 @@ PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "co
 def find_preset(name: str) -> str:
     """The file of a preset: a path, or the name of one that ships with splitppo, such as
     gsm8k/qwen2.5_0.5b."""
-    own = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
-    return str(own) if own.is_file() and not Path(name).exists() else name
+    shipped = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
+    return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
 def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
@@ -36,8 +36,10 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     del known["config"]  # a preset names no other
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
-        own = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
-        raise UserError(f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(own)}")
+        shipped = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
+        raise UserError(
+            f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(shipped)}"
+        )
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))))
     # ValueError: TOMLDecodeError, or bytes that are no text

@@ -140,13 +140,13 @@ def _read_messages(prompt: Any, where: str) -> Any:
 def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
     """The objects of a list that a template renders, such as tools: the list itself, its JSON text,
     or a list of JSON texts. Raises UserError for anything else."""
-    found = parse_json(value.encode(), where) if isinstance(value, str) else value
-    found = [] if found is None else found
-    if isinstance(found, list):
-        found = [parse_json(x.encode(), where) if isinstance(x, str) else x for x in found]
-    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+    objects = parse_json(value.encode(), where) if isinstance(value, str) else value
+    objects = [] if objects is None else objects
+    if isinstance(objects, list):
+        objects = [parse_json(x.encode(), where) if isinstance(x, str) else x for x in objects]
+    if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
         raise UserError(f"{where} is no list of objects; write one, or drop the column")
-    return found
+    return objects
 
 
 def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:

@@ -103,7 +103,7 @@ def load_prompts(
             raise UserError(
                 f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)"
             )
-    kept, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
+    fitting, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
     if wrong:
         notes.insert(
             0,
@@ -122,13 +122,13 @@ def load_prompts(
         if prompt.messages is None or name not in str(tokenizer.chat_template)
     }
     notes += [f"{setting}: no chat template shows the column {name}" for name in sorted(unseen)]
-    chosen = list(kept)
+    chosen = list(fitting)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(chosen):
         noise = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
         chosen = sorted(noise.choice(chosen, config.max_rows, replace=False).tolist())
-    return PromptSet([kept[index] for index in chosen], notes)
+    return PromptSet([fitting[index] for index in chosen], notes)
 
 
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
@@ -211,19 +211,19 @@ def _shown(row: Row, reads: Set[str], set_by: Set[str], render: Render | None) -
     """What the chat template renders of a row beside its messages: those of its columns that the
     template `reads`. Raises UserError if something else says the same: a setting (`set_by`), or the
     environment, which has a `render` of its own."""
-    found = {
+    shown = {
         name: objects
         for name in reads & row.shown.keys()
         if (objects := read_objects(row.shown[name], f"{row.where}: column {name}"))
     }
-    for name in found:
+    for name in shown:
         if render or name in set_by:
             other = "the environment (env.tools, env.path)" if render else "data.chat_kwargs"
             raise UserError(
                 f"{row.where} has a column {name}, and {other} says what the chat template shows "
                 "there; drop one of the two"
             )
-    return found
+    return shown
 
 
 def _check_template(
@@ -233,8 +233,8 @@ def _check_template(
     them. Its clock stands still at `now`. Returns the names of what the template reads, if there
     are such settings, or rows have columns for it (`is_read`)."""
     arguments = json.loads(config.chat_kwargs)
-    given = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
-    for setting in (name for name, is_set in given.items() if is_set):
+    settings = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
+    for setting in (name for name, is_set in settings.items() if is_set):
         if not tokenizer.chat_template:
             raise UserError(
                 f"{setting} is for the chat template, but the tokenizer ({tokenizer.name_or_path}) "
@@ -260,8 +260,8 @@ def _check_template(
         ) from error
     environment.globals[CLOCK] = now.strftime
     # transformers passes these two on; its other arguments mean something to itself
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-    for name in arguments.keys() - reads - (own - {"tools", "documents"}):
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    for name in arguments.keys() - reads - (parameters - {"tools", "documents"}):
         near = difflib.get_close_matches(name, reads, n=1, cutoff=0)
         raise UserError(
             f"data.chat_kwargs has {name}, which the chat template never reads; "
@@ -314,20 +314,20 @@ def _fit(
         f"prompts over rollout.max_prompt_tokens={longest}"
     )
     fates = {"filter": "are left out", "cut": "lose their first tokens"}
-    kept = {index: prompt for index, prompt in prompts.items() if index not in over}
+    fitting = {index: prompt for index, prompt in prompts.items() if index not in over}
     if config.overlong == "cut":
         tails = {index: prompts[index].tokens[-longest:] for index in over}
-        kept = prompts | {
+        fitting = prompts | {
             index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids)
             for index, ids in tails.items()
         }
-    if config.overlong == "refuse" or not kept:
+    if config.overlong == "refuse" or not fitting:
         raise UserError(
             f"{what}; the first is {rows[first].where} ({over[first]} tokens): "
             f"set --rollout.max-prompt-tokens {max(over.values())}, "
             "or --data.overlong to filter or cut"
         )
-    return kept, [
+    return fitting, [
         f"{what} and {fates[config.overlong]}; the first is {rows[first].where} "
         f"({over[first]} tokens)"
     ]

@@ -105,17 +105,17 @@ def _installation(device: str) -> str:
 
 
 def _check_installed(device: str) -> None:
-    found = vllm_version()
+    installed = vllm_version()
     remedy = _installation(device)
-    if found is None:
+    if installed is None:
         raise UserError(
             f"engine.kind=vllm, but vLLM is not installed; {remedy}, or --engine.kind hf"
         )
-    if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
-        raise UserError(f"vLLM {found} is not supported; {remedy}")
-    if (device == "cpu") != ("cpu" in found):
+    if not SUPPORTED[0] <= tuple(int(part) for part in installed.split(".")[:2]) < SUPPORTED[1]:
+        raise UserError(f"vLLM {installed} is not supported; {remedy}")
+    if (device == "cpu") != ("cpu" in installed):
         raise UserError(
-            f"vLLM {found} does not run on the device {device}; {remedy}, or --engine.kind hf"
+            f"vLLM {installed} does not run on the device {device}; {remedy}, or --engine.kind hf"
         )
     if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
         raise UserError(

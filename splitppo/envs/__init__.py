@@ -79,9 +79,9 @@ class Turn:
 def read_messages(messages: Any) -> list[Message]:
     """The messages that an environment returned, each a `Message` or a dict of its fields; None:
     none. Half characters become U+FFFD. Raises TypeError if they are no messages."""
-    given = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
-    found = [Message(**m) if isinstance(m, Mapping) else m for m in given]
-    for m in found:
+    listed = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
+    converted = [Message(**m) if isinstance(m, Mapping) else m for m in listed]
+    for m in converted:
         if not (isinstance(m, Message) and isinstance(m.content, str) and m.role in ROLES):
             raise TypeError(
                 f"{one_line(repr(m)[:120])} is no message of an environment; return a list of "
@@ -93,7 +93,7 @@ def read_messages(messages: Any) -> list[Message]:
             well_formed(m.role), well_formed(m.content), (), well_formed(str(m.name)),
             well_formed(str(m.tool_call_id)),
         )
-        for m in found
+        for m in converted
     ]  # fmt: skip
 
 

@@ -22,9 +22,9 @@ class Guess:
     nothing."""
 
     def __init__(self, row: dict[str, Any], seed: int):
-        given = row.get("extra_info") or {}
-        self.numbers = int(given.get("numbers", NUMBERS))
-        self.turns = int(given.get("turns", TURNS))  # that are left
+        settings = row.get("extra_info") or {}
+        self.numbers = int(settings.get("numbers", NUMBERS))
+        self.turns = int(settings.get("turns", TURNS))  # that are left
         self.number = random.Random(seed).randrange(self.numbers)
         self.left = range(self.numbers)  # that it may be
 
@@ -34,8 +34,8 @@ class Guess:
     def step(self, message: Message) -> Turn:
         self.turns -= 1
         before = len(self.left)
-        found = re.search(r"\d{1,9}", message.content)
-        guess = int(found[0]) if found else None
+        number = re.search(r"\d{1,9}", message.content)
+        guess = int(number[0]) if number else None
         if guess is None:
             answer = "a number"
         elif guess == self.number:

@@ -37,18 +37,18 @@ def load(
             return ToolEnv(tools, 0.0 if rewarded else env.format_reward, schemas)
 
         return make, any(map(is_async, tools.values()))
-    found = BUILT_IN.get(env.path) or find_in_file(
+    environment = BUILT_IN.get(env.path) or find_in_file(
         env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
     )
     for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
         try:
-            inspect.signature(getattr(found, method)).bind(*range(arguments))
+            inspect.signature(getattr(environment, method)).bind(*range(arguments))
         except (AttributeError, TypeError) as error:
             raise UserError(
                 f"env.path={env.path}: {method} is not an environment's ({error}); "
                 "define a class with reset(self), step(self, message) and close(self)"
             ) from error
-    return found, is_async(found.step)
+    return environment, is_async(environment.step)
 
 
 class EnvPool(Pool):
@@ -153,15 +153,15 @@ class Envs:
         self.held: dict[int, Any] = {}  # the environments
         atexit.register(self._close)
 
-    def __call__(self, method: str, key: int, *given: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def __call__(self, method: str, key: int, *arguments: Any) -> tuple[Any, Callable[[Any], Any]]:
         if method == "reset":
-            self.held[key] = self.make(*given)
-            given = ()
+            self.held[key] = self.make(*arguments)
+            arguments = ()
         if key not in self.held:
             return None, lambda _: None
         env = self.held.pop(key) if method == "close" else self.held[key]
         # tools have a step alone
-        return getattr(env, method, lambda: None)(*given), partial(_read, method)
+        return getattr(env, method, lambda: None)(*arguments), partial(_read, method)
 
     def _close(self) -> None:
         for env in self.held.values():

@@ -93,8 +93,8 @@ def _interpreter(network: bool) -> dict[str, list[str] | str]:
         *packages, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache",
         *["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] * network,
     ]  # fmt: skip
-    found = {Path(path) for path in wanted if os.path.exists(path)}
+    existing = {Path(path) for path in wanted if os.path.exists(path)}
     return {
-        "readable": [str(path) for path in sorted(found) if found.isdisjoint(path.parents)],
+        "readable": [str(path) for path in sorted(existing) if existing.isdisjoint(path.parents)],
         "path": os.pathsep.join(dict.fromkeys(packages)),
     }

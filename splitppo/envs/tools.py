@@ -41,19 +41,19 @@ def load_tools(names: tuple[str, ...], *, network: bool = False) -> Mapping[str,
     Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
     apart from the machine here."""
     built_in = {"calculator": lambda: calculator, "python": lambda: python_tool(network=network)}
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for named in names:
         tool = (
             built_in[named]()
             if named in built_in
             else find_in_file(named, "env.tools", "tool", f"tool; use {', '.join(built_in)}")
         )
-        if tool.__name__ in found:
+        if tool.__name__ in by_name:
             raise UserError(
                 f"env.tools={named}: another tool is called {tool.__name__}, too; rename one"
             )
-        found[tool.__name__] = tool
-    return found
+        by_name[tool.__name__] = tool
+    return by_name
 
 
 def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:

@@ -273,13 +273,15 @@ class Turns:
             return first_ids(render(plain))
         cut = next(char for char in map(chr, range(0xF0000, 0x110000)) if char not in texts)
         for message in plain:
-            message |= {name: self._apart(message[name], cut) for name in TEXTS if name in message}
+            message |= {
+                name: self._split_controls(message[name], cut) for name in TEXTS if name in message
+            }
             # at both ends, too: what follows might complete a control token
             message["content"] = ENDS.sub(rf"{cut}\g<0>{cut}", message["content"], count=1)
         first, *others = render(plain).split(cut)
         return [*first_ids(first), *(token for part in others for token in self._ids(part))]
 
-    def _apart(self, text: str, cut: str) -> str:
+    def _split_controls(self, text: str, cut: str) -> str:
         """A text with a `cut` behind the first character of each control token. Raises ValueError
         if the tokenizer still sees one."""
         text = self._control_start.sub(rf"\1{cut}", text)

@@ -74,11 +74,11 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
         )
     if function in BY_NAME:
         return BY_NAME[function]
-    found = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
+    imported = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
     try:
-        inspect.signature(found).bind(
+        inspect.signature(imported).bind(
             data_source="", solution_str="", ground_truth="", extra_info={},
-            **dict.fromkeys(asks_for(found), ""),
+            **dict.fromkeys(asks_for(imported), ""),
         )  # fmt: skip
     except ValueError:  # some callables written in C have no signature
         pass
@@ -87,7 +87,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
             f"{wrong} it does not take a reward function's arguments ({error}); "
             "define it with (data_source, solution_str, ground_truth, extra_info)"
         ) from error
-    return found
+    return imported
 
 
 def handler_of(names: Sequence[str]) -> Handler:
@@ -117,8 +117,8 @@ def asks_for(function: RewardFunction) -> set[str]:
     """Those of `prompt` and `messages` that are parameters of the function. One that
     functools.partial has filled does not count."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
-        asked = inspect.signature(function).parameters.keys()
-        return {"prompt", "messages"} & asked - getattr(function, "keywords", {}).keys()
+        parameters = inspect.signature(function).parameters.keys()
+        return {"prompt", "messages"} & parameters - getattr(function, "keywords", {}).keys()
     return set()
 
 

@@ -123,7 +123,7 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def _last_equals(
-    rule: str, found: list[re.Match[str]], data_source: str, ground_truth: Any
+    rule: str, numbers: list[re.Match[str]], data_source: str, ground_truth: Any
 ) -> float:
     """1 if the last of the numbers is the truth; else 0."""
     # GSM8K's own column holds the whole solution, which ends in "#### NUMBER"
@@ -133,4 +133,4 @@ def _last_equals(
             f"ground truth {str(ground_truth)[:60]!r} of data_source {data_source!r}: the reward "
             f"rule {rule} needs a number; set --reward.function or --data.answer-key"
         )
-    return float(bool(found) and _value(found[-1]) == _value(truth))
+    return float(bool(numbers) and _value(numbers[-1]) == _value(truth))

@@ -29,25 +29,25 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
     over all and for each of several sources; means of each further figure of the functions over the
     responses that have it."""
     figures = [one.figures for one in responses]
-    found = {
+    summary = {
         f"val/reward/{name}/mean": fmean(part[name] for part in figures if name in part)
         for name in dict.fromkeys(name for part in figures for name in part)
     }
     n = len(responses) // len(sources)
     prompts = [responses[i : i + n] for i in range(0, len(responses), n)]
-    found |= score_metrics(prompts) | {
+    summary |= score_metrics(prompts) | {
         "val/rows": len(responses),
         "val/response_length/mean": fmean(one.tokens for one in responses),
         "val/clip_ratio": fmean(one.cut for one in responses),
     }
     if failed := sum(one.failed for one in responses):
-        found["val/failures"] = failed
+        summary["val/failures"] = failed
     for source in dict.fromkeys(sources) if len({*sources}) > 1 else ():
-        found |= score_metrics(
+        summary |= score_metrics(
             [prompt for prompt, of in zip(prompts, sources, strict=True) if of == source],
             f"/{source}",
         )
-    return found
+    return summary
 
 
 def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dict[str, float]:
@@ -57,19 +57,19 @@ def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dic
     outside [0, 1], where 1 need not mean right."""
     scores = [[one.score for one in prompt] for prompt in prompts]
     n = len(scores[0])
-    every = [score for own in scores for score in own]
-    found = {f"val/score{infix}/mean": fmean(every)}
+    every = [score for prompt_scores in scores for score in prompt_scores]
+    summary = {f"val/score{infix}/mean": fmean(every)}
     if n == 1:
-        return found
-    found[f"val/best{infix}/mean"] = fmean(map(max, scores))
-    found[f"val/majority{infix}/mean"] = fmean(map(majority_score, prompts))
+        return summary
+    summary[f"val/best{infix}/mean"] = fmean(map(max, scores))
+    summary[f"val/majority{infix}/mean"] = fmean(map(majority_score, prompts))
     if all(0 <= score <= 1 for score in every):
-        passed = [sum(score >= 1 for score in own) for own in scores]
-        found |= {
+        passed = [sum(score >= 1 for score in prompt_scores) for prompt_scores in scores]
+        summary |= {
             f"val/pass@{k}{infix}": fmean(pass_at_k(n, c, k) for c in passed)
             for k in (2**i for i in range(n.bit_length()))
         }
-    return found
+    return summary
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -89,15 +89,15 @@ def say_failures(
 ) -> None:
     """Prints a step's failures, if there are any, in one line that begins with `where`: the number
     of each function and kind, and the first of them."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    by_kind: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row, failure in failures:
-        found.setdefault((failure.function, failure.kind), []).append((row, failure.text))
-    if found:
+        by_kind.setdefault((failure.function, failure.kind), []).append((row, failure.text))
+    if by_kind:
         say(
             f"{where}{what} that failed: "
             + "; ".join(
                 f"{name}: {len(rows)} x {kind}, first of row {min(rows)[0]}: {min(rows)[1]}"
-                for (name, kind), rows in sorted(found.items())
+                for (name, kind), rows in sorted(by_kind.items())
             )
         )
 
@@ -157,8 +157,8 @@ def describe(error: BaseException) -> str:
         return one_line(f"{type(error).__name__}: {error}")[:300]
     text = one_line("".join(traceback.format_exception_only(error)))[:300]
     frames = [*traceback.walk_tb(error.__traceback__)]
-    own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
-    frame, line = (own or frames)[-1]
+    user_frames = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
+    frame, line = (user_frames or frames)[-1]
     return f"{text} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
 
 

@@ -182,10 +182,10 @@ class VLLMEngine(RolloutEngine):
             if time.monotonic() - self._heard > self.timeout:
                 raise self._timed_out("the next row")
             return []
-        found: Pieces = self._receive("the next row")
+        message: Pieces = self._receive("the next row")
         self._heard = time.monotonic()
-        self.step_ms = found.step_ms
-        return list(found.pieces)
+        self.step_ms = message.step_ms
+        return list(message.pieces)
 
     def _abort(self) -> None:
         if self._conn:
@@ -200,8 +200,8 @@ class VLLMEngine(RolloutEngine):
         `sums`. Yields the bucket's number, and what is in it."""
         bucket = at = 0
         entries: list[Entry] = []
-        for name, given in check_weights(weights, self.names):
-            tensor = given.to(self.device, self.dtype).contiguous()
+        for name, weight in check_weights(weights, self.names):
+            tensor = weight.to(self.device, self.dtype).contiguous()
             if at + tensor.nbytes > len(self._buckets[bucket]):
                 yield bucket, entries
                 bucket = 1 - bucket

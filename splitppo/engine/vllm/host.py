@@ -135,15 +135,15 @@ def start_llm(plan: Plan) -> tuple[Any, str]:
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    found = vllm_version() or ""
+    installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
-    if plan.config.engine.steady and found.startswith(STEADY):
+    if plan.config.engine.steady and installed.startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
         scheduling = "" if steady(llm.engine_core.engine_core.scheduler, plan.eos) else scheduling
     cache = llm.vllm_config.cache_config
     return llm, (
-        f"vLLM {found}, built in {time.monotonic() - start:.1f} s, {scheduling}"
+        f"vLLM {installed}, built in {time.monotonic() - start:.1f} s, {scheduling}"
         f"KV cache for {(cache.num_gpu_blocks or 0) * cache.block_size:,} tokens"
     )
 
@@ -210,16 +210,16 @@ class Host:
         self._drain()  # the prefix cache holds keys of the old weights
         return compare([part.sums for part in sent], self.llm.collective_rpc("splitppo_report"))
 
-    def _sleep(self, asked: Sequence[Sleep]) -> int:
+    def _sleep(self, requests: Sequence[Sleep]) -> int:
         """Goes to the deepest level that a rank asked for; returns it."""
-        if level := max(sleep.level for sleep in asked):
+        if level := max(sleep.level for sleep in requests):
             self._drain()
             self.llm.sleep(level)
         return level
 
-    def _wake(self, asked: Sequence[Wake]) -> None:
+    def _wake(self, requests: Sequence[Wake]) -> None:
         """Wakes parts that sleep, one by one."""
-        for tag in asked[0].tags:
+        for tag in requests[0].tags:
             self.llm.wake_up([tag])
 
     def _drain(self) -> None:

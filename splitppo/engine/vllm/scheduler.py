@@ -91,15 +91,15 @@ class Steady:
         for name, count in counts.items():
             row = requests.get(name)
             place = places.get(name, -1)
-            own: Any = tokens[place] if tokens and place >= 0 else ()
+            sampled: Any = tokens[place] if tokens and place >= 0 else ()
             if (
                 logprobs is None
                 or row is None
                 or row.sampling_params.detokenize  # vLLM's front end needs its own outputs
                 # it may be waiting again, with earlier tokens still in flight
                 or row.num_preemptions
-                or len(own) != 1
-                or own[0] in ends
+                or len(sampled) != 1
+                or sampled[0] in ends
                 # vLLM's output of the first token has more fields
                 or not 0 < len(row._output_token_ids) < row.max_tokens - 1
                 or (length := len(row._all_token_ids) + 1) >= longest
@@ -107,14 +107,14 @@ class Steady:
                 others[name] = count
                 continue
             row.num_in_flight_tokens -= 1
-            row._output_token_ids.append(own[0])
-            row._all_token_ids.append(own[0])
+            row._output_token_ids.append(sampled[0])
+            row._all_token_ids.append(sampled[0])
             if length % hashed == 0:
                 row.update_block_hashes()
             if ahead:
                 row.num_output_placeholders -= 1
             batch.names.append(name)
-            batch.tokens.append(own[0])
+            batch.tokens.append(sampled[0])
             batch.logprobs.append(logprobs[place])
         return others, batch
 

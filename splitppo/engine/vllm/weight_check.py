@@ -124,20 +124,20 @@ class _Trace(TorchDispatchMode):
     def pieces(self, held: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
         """The pieces of each sent tensor that were copied to the engine's tensors `held`."""
         owners = _Owners(held)
-        found = {name: list[Piece]() for name in self.names}
+        copied = {name: list[Piece]() for name in self.names}
         for to, source in self.writes:
             shape = tuple(to.shape)
             at = owners.find(to)
             if at and (sent := self.sent.find(source)):
                 box = shape, source.expand(shape).stride(), sent[1]
-                found[sent[0]].append((box, at[0], (shape, to.stride(), at[1])))
+                copied[sent[0]].append((box, at[0], (shape, to.stride(), at[1])))
             elif at and self._tracks(source) and to.is_contiguous():
                 for name, first, count, start in self._runs(
                     self._indices(source).expand(shape).reshape(-1)
                 ):
                     box = (count,), (1,), first
-                    found[name].append((box, at[0], ((count,), (1,), at[1] + start)))
-        return found
+                    copied[name].append((box, at[0], ((count,), (1,), at[1] + start)))
+        return copied
 
     def _runs(self, indices: Tensor) -> Iterator[tuple[str, int, int, int]]:
         """Runs of consecutive indices in a sent tensor: its name, first number there, length, first

@@ -43,10 +43,10 @@ class WeightReceiver:
     def splitppo_limit(self, vocabulary: int) -> None:
         """Prevents ids from `vocabulary` on from being drawn. The logits keep their length, for
         which vLLM's kernels were compiled."""
-        found = [
+        processors = [
             module for module in self.get_model().modules() if isinstance(module, LogitsProcessor)
         ]
-        if not found:
+        if not processors:
             raise RuntimeError(
                 f"{type(self.get_model()).__name__} has no LogitsProcessor "
                 "to limit the vocabulary by"
@@ -56,7 +56,7 @@ class WeightReceiver:
             if logits is not None:  # not all workers of a tensor-parallel engine have the logits
                 logits[..., vocabulary:] = -torch.inf
 
-        for module in found:
+        for module in processors:
             if vocabulary < module.org_vocab_size:
                 module.register_forward_hook(limit)
 
