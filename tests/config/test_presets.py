@@ -280,7 +280,7 @@ def needs_of(small: dict[str, Path], monkeypatch, tmp_path: Path, capsys) -> Cal
     models: folders with config.json and a tokenizer."""
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
     # no weights there
-    monkeypatch.setattr("splitppo.run.models.weights.check_folder", lambda *_, **__: None)
+    monkeypatch.setattr("splitppo.run.models.weights.check_folder", lambda *_, **__: [])
 
     def dry_run(preset: str, *flags: str) -> Needs:
         world, names, _ = LARGE[preset]
