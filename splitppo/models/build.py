@@ -271,15 +271,15 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
     }
     for part in parts:
         try:
-            found = [name for name in weights if re.search(known.get(part, part), name)]
+            matching = [name for name in weights if re.search(known.get(part, part), name)]
         except re.error as error:
             raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
-        if not found:
+        if not matching:
             raise UserError(
                 f"{setting}={part} matches no weight; "
                 f"their names are like {', '.join(list(weights)[1:4])}"
             )
-        for name in found:
+        for name in matching:
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):
         raise UserError(f"{setting}={' '.join(parts)} leaves no weight to train; name fewer")
@@ -289,9 +289,12 @@ def on_meta() -> RemovableHandle:
     """While the context is open, new parameters go to the meta device; buffers (rotary tables) are
     computed."""
     return register_module_parameter_registration_hook(
-        lambda _, __, own: (
-            own
-            if own.is_meta
-            else cast(Any, nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+        lambda _, __, parameter: (
+            parameter
+            if parameter.is_meta
+            else cast(
+                Any,
+                nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad),
+            )
         )
     )

@@ -142,9 +142,9 @@ def _saved(model: Any, *, again: bool) -> float:
     ) -> tuple[Tensor, None]:
         """Stands for a kernel that keeps its inputs, its result and a number a token and head."""
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-        kept = [q, k, v, out, q.new_empty(q.shape[:3]).float()]
-        saved.extend(kept)
-        products.seen.extend(kept)
+        tensors = [q, k, v, out, q.new_empty(q.shape[:3]).float()]
+        saved.extend(tensors)
+        products.seen.extend(tensors)
         return out, None
 
     AttentionInterface.register(TRACED, attend)

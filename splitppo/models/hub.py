@@ -64,12 +64,12 @@ class HubName:
 
     def cached(self) -> str:
         """The revision's commit in the cache, or ""."""
-        found = try_to_load_from_cache(
+        cached_file = try_to_load_from_cache(
             self.repo, self.file or "config.json", revision=self.revision, repo_type=self.kind
         )
         return (
-            Path(found).relative_to(self.folder / "snapshots").parts[0]
-            if isinstance(found, str)
+            Path(cached_file).relative_to(self.folder / "snapshots").parts[0]
+            if isinstance(cached_file, str)
             else ""
         )
 
@@ -79,7 +79,7 @@ class HubName:
 
 def find(
     setting: str,
-    given: str,
+    named: str,
     *,
     own_code: bool = False,
     before: str = "",
@@ -93,11 +93,11 @@ def find(
     a revision keeps the commit that it has there. Without `fetch`, only the cache is searched.
     `files`: patterns of what is fetched of a model."""
     is_data = setting.startswith("data.")
-    if not given.startswith("hf://") if is_data else given == "tiny" or Path(given).is_dir():
-        return given, given
-    if not (match := (DATA if is_data else MODEL).fullmatch(given)):
+    if not named.startswith("hf://") if is_data else named == "tiny" or Path(named).is_dir():
+        return named, named
+    if not (match := (DATA if is_data else MODEL).fullmatch(named)):
         raise UserError(
-            f"{setting}={given}: no such folder or file (from {Path.cwd()}), and no hub name; use "
+            f"{setting}={named}: no such folder or file (from {Path.cwd()}), and no hub name; use "
             + (
                 "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
                 if is_data

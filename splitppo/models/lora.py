@@ -27,7 +27,7 @@ from splitppo.errors import UserError
 from splitppo.models.build import build
 from splitppo.models.cost import Cost
 from splitppo.models.hub import public_name
-from splitppo.models.names import ADAPTER, HEAD, outside, weights_of
+from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
 from splitppo.models.sharding import bounds, gather_full, local
 from splitppo.models.stored import FLOATS, describe_kinds
 from splitppo.models.tensor import cut_adapter, parts_of
@@ -159,7 +159,7 @@ def add(model: nn.Module, adapter: Adapter) -> None:
     del cast(Any, model).peft_config
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
     for path, weight in model.named_parameters():
-        name = outside(path)
+        name = hf_name(path)
         weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
     for name in getattr(model, "float32", ()):
         model.get_submodule(name).float()
@@ -171,13 +171,13 @@ def targets(model: nn.Module, adapter: Adapter) -> list[str]:
     """The linear layers that get adapters. Raises a UserError if a target matches none."""
     body = f"{model.base_model_prefix}."
     layers = [
-        outside(name)
+        hf_name(name)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and name.startswith(body)
         and not re.search(ADAPTER, f"{name}.weight")
     ]
-    found = set()
+    chosen = set()
     for target in adapter.settings.targets or ("",):
         named = f"targets={target}" if target else f"rank={adapter.settings.rank}"
         where = f"{adapter.kind}.lora.{named}"
@@ -191,8 +191,8 @@ def targets(model: nn.Module, adapter: Adapter) -> list[str]:
                 f"{where} matches no linear layer of type {cast(Any, model).config.model_type!r}; "
                 f"{names if layers else 'train it whole'}"
             )
-        found.update(matched)
-    return [layer for layer in layers if layer in found]
+        chosen.update(matched)
+    return [layer for layer in layers if layer in chosen]
 
 
 def import_peft(setting: str) -> Any:
@@ -231,8 +231,8 @@ def peft_name(name: str) -> str:
 
 def gather_trained(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
     """The whole adapters and head, by peft's names, in host memory; all ranks call it."""
-    found = gather_full(model, adapter.trained(model), torch.float32)
-    return {peft_name(name): tensor.cpu().clone() for name, tensor in found}
+    gathered = gather_full(model, adapter.trained(model), torch.float32)
+    return {peft_name(name): tensor.cpu().clone() for name, tensor in gathered}
 
 
 def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:

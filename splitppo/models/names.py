@@ -20,7 +20,7 @@ HEAD = ("score.weight", "score.bias")  # of a value model
 ADAPTER = r"\.lora_([AB])\.(policy|value)\."
 
 
-def outside(path: str) -> str:
+def hf_name(path: str) -> str:
     """The name of a parameter or buffer, without what checkpointing, compilation and adapters add
     to its path."""
     return re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.|\.base_layer\b", "", path)
@@ -28,14 +28,14 @@ def outside(path: str) -> str:
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by name, tied ones once."""
-    return {outside(path): parameter for path, parameter in model.named_parameters()}
+    return {hf_name(path): parameter for path, parameter in model.named_parameters()}
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are saved with the weights, by name."""
-    saved = {outside(path) for path in model.state_dict()}
+    saved = {hf_name(path) for path in model.state_dict()}
     return {
-        name: buffer for path, buffer in model.named_buffers() if (name := outside(path)) in saved
+        name: buffer for path, buffer in model.named_buffers() if (name := hf_name(path)) in saved
     }
 
 
@@ -72,7 +72,7 @@ def find_sources(model: Any, folder: str, shapes: Mapping[str, Sequence[int]]) -
     conversions, ignored = model.folder_names
     merges = [part for part in conversions if isinstance(part, WeightConverter)]
     renames = [part for part in conversions if part not in merges]
-    ties = {outside(alias): outside(main) for alias, main in ties_of(model).items()}
+    ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
     known = dict.fromkeys([*weights_of(model), *ties, *buffers_of(model)], True)
     modules = {
         part.split(".")[0]

@@ -109,7 +109,7 @@ class HostState:
         self.parts = []
         # as `state_of`, with the moments in host memory
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        parameters = [own for group in optimizer.param_groups for own in group["params"]]
+        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         ends = accumulate(2 * local(parameter).nbytes for parameter in parameters)
         # of the parts that come, are used, and go
         streams = cycle([_stream(device) for _ in range(3)])
@@ -117,15 +117,15 @@ class HostState:
             zip(ends, parameters, strict=True), key=lambda pair: pair[0] // PART
         ):
             pairs = []
-            own = [parameter for _, parameter in part]
-            for parameter in own:
+            members = [parameter for _, parameter in part]
+            for parameter in members:
                 state = state_of(optimizer, parameter)
                 hosts = {kind: host_copy(state[kind]) for kind in MOMENTS}
                 self.state[parameter] = state | hosts
                 pairs += [(local(state[kind]), local(copy).zero_()) for kind, copy in hosts.items()]
             moments = Offloaded(pairs, next(streams))
             moments.release(changed=False)
-            self.parts.append((own, moments))
+            self.parts.append((members, moments))
 
     def step(self) -> None:
         """The optimizer's step. Each part is a step of the optimizer, in which its parameters alone

@@ -35,22 +35,22 @@ def complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, pol
     """
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
-    given = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    source_config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     before = json.loads(read_config(str(source), own_code=own_code).to_json_string())
     same = {
         name: value
-        for name, value in given.items()
+        for name, value in source_config.items()
         if name not in CHANGED and before.get(name) == written.get(name)
     }
     written.pop("_name_or_path", None)
     file.write_text(json.dumps(written | older_names(written) | same, indent=2), encoding="utf-8")
     code = ["*.py"] * own_code
-    kept = (
+    copies = (
         *(source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]),
         *(tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER]),
     )
-    for found in filter(Path.is_file, (file for files in kept for file in files)):
-        shutil.copyfile(found, folder / found.name)
+    for copied in filter(Path.is_file, (file for files in copies for file in files)):
+        shutil.copyfile(copied, folder / copied.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         text = settings.read_text(encoding="utf-8")

@@ -173,10 +173,10 @@ def _keep_few_layers(config: Any) -> None:
         k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == layers
     }
     kinds = [str(kind) for kind in zip(*by_layer.values(), strict=True)] or [""] * layers
-    kept = sorted({*map(kinds.index, kinds), *range(min(2, layers))})
-    config.num_hidden_layers = len(kept)
+    chosen = sorted({*map(kinds.index, kinds), *range(min(2, layers))})
+    config.num_hidden_layers = len(chosen)
     for name, value in by_layer.items():
-        setattr(config, name, [value[i] for i in kept])
+        setattr(config, name, [value[i] for i in chosen])
 
 
 def _make_narrow(config: Any) -> None:

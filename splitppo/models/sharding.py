@@ -47,10 +47,10 @@ def parallelize(
     then add modules to the layers; weights that are not trained may have another precision."""
     ranks = ranks or ModelSet()
     tensor = ranks.tensor
-    own = cast(Any, model)
-    own.mesh = mesh
-    own.ranks = ranks
-    own.sequence = SequenceSet(ranks.sequence) if ranks.sequence else None
+    untyped = cast(Any, model)
+    untyped.mesh = mesh
+    untyped.ranks = ranks
+    untyped.sequence = SequenceSet(ranks.sequence) if ranks.sequence else None
     if tensor:
         cut_layers(model, tensor.size, tensor)
     if adapt:
@@ -111,19 +111,19 @@ def gather_full(
     One message carries them all, or one a mesh; all ranks call it. Tensors may share memory with
     the parameters or with each other."""
     parts = parts_of(model)
-    found = {}
+    tensors = {}
     for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
-        found |= _gather_shards(
+        tensors |= _gather_shards(
             {n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype
         )
-    cut = {name: full for name, full in found.items() if name in parts.axes}
+    cut = {name: full for name, full in tensors.items() if name in parts.axes}
     if parts.ranks and cut:
         split = all_gather(
             torch.cat([full.flatten() for full in cut.values()]), parts.ranks.group
         ).split([full.numel() for full in cut.values()], dim=1)
         for (name, full), pieces in zip(cut.items(), split, strict=True):
-            found[name] = torch.cat([x.view(full.shape) for x in pieces], dim=parts.axes[name])
-    return found.items()
+            tensors[name] = torch.cat([x.view(full.shape) for x in pieces], dim=parts.axes[name])
+    return tensors.items()
 
 
 def _gather_shards(
@@ -178,18 +178,18 @@ def described(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 
 def as_shard(
-    own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """A tensor of this shape of which the rank has `own`, perhaps in host memory: DTensor would
+    """A tensor of this shape of which the rank has `shard`, perhaps in host memory: DTensor would
     bring that back to the mesh's device. A mesh that is made anew says which rank holds which
     shard; nothing communicates over it."""
-    if own.device.type != mesh.device_type:
+    if shard.device.type != mesh.device_type:
         mesh = DeviceMesh(
-            own.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
+            shard.device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
         )
     whole = torch.empty(torch.Size(shape), device="meta")
     return DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

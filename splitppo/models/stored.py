@@ -20,7 +20,7 @@ from splitppo.models.names import (
     HEAD,
     buffers_of,
     find_sources,
-    outside,
+    hf_name,
     shorten_names,
     ties_of,
     weights_of,
@@ -239,7 +239,7 @@ class StoredWeights:
         doesn't tie these."""
         for tied in ties_of(self.model).items():
             made_of = self.sources.made_of
-            stored = [source for path in tied for source in made_of.get(outside(path), ())]
+            stored = [source for path in tied for source in made_of.get(hf_name(path), ())]
             if len(set(stored)) == 2 and not torch.equal(
                 *(self._slice(name)[:] for name in stored)
             ):

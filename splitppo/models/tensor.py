@@ -80,8 +80,8 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
                     raise ValueError(
                         f"axis {axis} of {name}.{part} has length {length}, no multiple of it"
                     )
-                own = weight.detach().chunk(size, axis)[0].clone()
-                setattr(module, part, nn.Parameter(own, weight.requires_grad))
+                shard = weight.detach().chunk(size, axis)[0].clone()
+                setattr(module, part, nn.Parameter(shard, weight.requires_grad))
                 axes[f"{name}.{part}"] = axis
         if style == "rowwise":
             module.__class__ = _RowLinear
@@ -134,7 +134,7 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     kind = f"type {config.model_type!r}"
     prefix = f"{cast(Any, model).base_model_prefix}."
-    found = {}
+    styles = {}
     inside = {*transformer_layers(model).modules()}
     for name, module in model.named_modules():
         key = re.sub(r"\.\d+(?=\.)", ".*", name.removeprefix(prefix))
@@ -148,13 +148,13 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
                 raise ValueError(
                     f"the plan of {kind} cuts {key}, outside the longest list of layers"
                 )
-            found[name] = style
-    if not found:
+            styles[name] = style
+    if not styles:
         raise ValueError(f"transformers has no plan for {kind}")
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, None) or 0) % size:
             raise ValueError(f"{kind} has {name}={heads}, no multiple of it")
-    return found
+    return styles
 
 
 class _RowLinear(nn.Linear):

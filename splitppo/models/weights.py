@@ -141,12 +141,12 @@ def save_trained(
     kind: Kind,
     named: Iterable[tuple[str, Tensor]],
     folder: Path,
-    *given: Path,
+    *folders: Path,
     own_code: bool,
     write: bool,
 ) -> None:
     """Writes full weights and buffers (`Learner.weights`) as a Hugging Face folder, which replaces
-    an older one. `given`: the folders `source` and `tokenizer` of `save`. All ranks of the group
+    an older one. `folders`: the folders `source` and `tokenizer` of `save`. All ranks of the group
     call it, and one of them has `write`."""
     held = {name: tensor.cpu().clone() for name, tensor in named if write}
     if not write:
@@ -154,7 +154,7 @@ def save_trained(
     model = build(config, kind)
     model.load_state_dict(held, assign=True)
     partial = folder.with_name(f"{folder.name}.partial")
-    save(model, partial, *given, own_code=own_code)
+    save(model, partial, *folders, own_code=own_code)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -162,11 +162,11 @@ def save_trained(
 def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
     """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever
     the sharding."""
-    own = local(parameter)
+    shard = local(parameter)
     if name.endswith("bias") or parameter.ndim < 2:
-        return torch.full_like(own, 0.0 if name.endswith("bias") else 1.0)
-    generator = torch.Generator(own.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        return torch.full_like(shard, 0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator(shard.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     full = torch.randn(
-        described(model, name, parameter).shape, generator=generator, device=own.device
+        described(model, name, parameter).shape, generator=generator, device=shard.device
     )
     return full[bounds(model, name, parameter)] * std

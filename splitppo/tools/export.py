@@ -102,20 +102,20 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     from splitppo.run.checkpoint import complete, damage, step_of
 
     check_folder(run, file="config.toml")
-    found = {step_of(folder): folder for folder in complete(run)}
-    if not found:
+    checkpoints = {step_of(folder): folder for folder in complete(run)}
+    if not checkpoints:
         raise UserError(
             f"{run}: no complete checkpoint there; "
             "let the run end, or train with --checkpoint.every"
         )
-    step = max(found) if step is None else step
-    if step not in found:
+    step = max(checkpoints) if step is None else step
+    if step not in checkpoints:
         raise UserError(
-            f"--step {step}: the complete checkpoints of {run} are of steps {sorted(found)}"
+            f"--step {step}: the complete checkpoints of {run} are of steps {sorted(checkpoints)}"
         )
-    if wrong := damage(found[step]):
-        raise UserError(f"{found[step]} is damaged: {wrong}; name another --step")
-    return parse(["--config", str(run / "config.toml")], recorded=True), step, found[step]
+    if wrong := damage(checkpoints[step]):
+        raise UserError(f"{checkpoints[step]} is damaged: {wrong}; name another --step")
+    return parse(["--config", str(run / "config.toml")], recorded=True), step, checkpoints[step]
 
 
 def _check_replaced(folder: Path) -> None:
@@ -217,11 +217,11 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
 
     source = str(model_folder(config, run, kind))
     cpu = torch.device("cpu")
-    found = models.read_config(source, own_code=config.policy.trust_remote_code)
+    model_config = models.read_config(source, own_code=config.policy.trust_remote_code)
     if kind == "value":
-        found = models.shorten(found, config.value.layers, source)
-        found = models.bound(found, config.value.range, source)
-    model: Any = models.build(found, kind)
+        model_config = models.shorten(model_config, config.value.layers, source)
+        model_config = models.bound(model_config, config.value.range, source)
+    model: Any = models.build(model_config, kind)
     adapted = getattr(config, kind).lora.rank > 0
     if saved is None or adapted:
         drawn = is_drawn(config, kind)
