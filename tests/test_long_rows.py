@@ -176,7 +176,7 @@ def test_figures_of_a_long_rows_first_tokens_are_written_and_the_others_counted(
     row = episode(0, [5], [7] * length, [-1.0] * (length - 5), mask=turns)
     config = Config(env=EnvConfig(path="env.py:Env"))
     context = Context(config, lambda _: Prompt("", [5], "", "", {}), (), lambda ids: "7" * len(ids),
-                      10, lambda ids: [{"role": "user", "content": "7" * len(ids)}])  # fmt: skip
+                      10)  # fmt: skip
     tokens = {"text": ["7"] * length, "value": [*range(length)]}
     found = record(context, 1, context.prompt(0), row, 1.0, tokens)
     assert found["tokens"] == {name: line[:RECORDED_TOKENS] for name, line in tokens.items()}

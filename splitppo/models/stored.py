@@ -56,7 +56,7 @@ def fp8_blocks(folder: str) -> list[int]:
 
 def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Name of a tensor -> the open safetensors file that holds it, of those that transformers
-    reads; and the names of the folder's other safetensors files."""
+    reads; and the names of the folder's other safetensors files and index."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     places: dict[str, str] = {}
@@ -91,7 +91,7 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
             raise folder_error(
                 folder, f"weight {name} is not in {file}, against {index.name}", "fetch it again"
             )
-    others = sorted({path.name for path in folder.glob("*.safetensors")} - {*files})
+    others = sorted({path.name for path in folder.glob("*.safetensors*")} - {*files})
     return {name: opened[file] for name, file in held.items()}, others
 
 

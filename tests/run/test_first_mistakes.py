@@ -139,7 +139,7 @@ MISTAKES = {
     ),
     "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
     "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
-    "a value for a switch": (f"{TWO} --force true", ["true", "--help"]),
+    "a value for a switch": (f"{TWO} --force true", ["true", "--no-force"]),
     "no such placement": (
         f"{TWO} --placement.mode split",
         ["--placement.mode", "split", "colocated"],

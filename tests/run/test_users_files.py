@@ -303,19 +303,21 @@ def test_several_functions_make_a_weighted_sum_and_figures_of_their_own(tmp_path
         due = [0.5 * a + 2 * b - c for a, b, c in zip(*parts.values(), strict=True)]
         assert [row["score"] for row in rows] == pytest.approx(due, abs=1e-5)
         record = records(tmp_path / "run", "critic")[step]
-        figures = {f"critic/{name}/score": scores for name, scores in parts.items()} | {
+        figures = {f"critic/reward/{name}/score": scores for name, scores in parts.items()} | {
             "critic/score": due
         }
-        figures["critic/length/digits"] = [sum(char.isdigit() for char in text) for text in texts]
+        figures["critic/reward/length/digits"] = [
+            sum(char.isdigit() for char in text) for text in texts
+        ]
         for name, values in figures.items():
             for kind, pick in (("mean", fmean), ("min", min), ("max", max)):
                 assert record[f"{name}/{kind}"] == pytest.approx(pick(values), abs=1e-5), name
-        assert not [name for name in record if name.startswith("critic/length/text")]
+        assert not [name for name in record if name.startswith("critic/reward/length/text")]
     for step, rows in samples(tmp_path / "run", "validation"):
         record = records(tmp_path / "run", "actor")[step]
         assert (record["val/score/mean"], record["val/rows"]) == (1.0, 3)
         letters = [sum(char.isalpha() for char in row["response"]) for row in rows]
-        assert record["val/letters/mean"] == pytest.approx(fmean(letters))
+        assert record["val/reward/letters/mean"] == pytest.approx(fmean(letters))
 
 
 def test_verls_files_run_as_they_are(tmp_path: Path) -> None:

@@ -334,13 +334,13 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/heads => model folder {d}/heads: config.json is of no model ... attention heads
 --policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
---policy.path={d}/cut => cut/model.safetensors is no safetensors file ... fetch it again
+--policy.path={d}/cut => cut/model.safetensors can't be read as a ... fetch it again
 --policy.path={d}/shape =>
     weight model.norm.weight is [32], but [64] by config.json; take both from one
 --policy.path={d}/lacks => no weight model.norm.weight in its safetensors
 --reward.model={d}/headless =>
     model folder {d}/headless: no weight score.weight in its safetensors; it is another model's
---policy.path={d}/half => half: b.safetensors is in the index but not there; fetch it again
+--policy.path={d}/half => half/b.safetensors can't be read as a safetensors file
 --value.path={d}/narrow --value.random-init =>
     value.path={d}/narrow: its vocabulary of 50 ... (83)
 --policy.path={d}/adapter =>
@@ -587,10 +587,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cut" / "model.safetensors").write_bytes(b"cut")
     index = {
         "weight_map": {
-            "model.norm.weight": "model.safetensors",
+            "model.norm.weight": "a.safetensors",
             "model.embed_tokens.weight": "b.safetensors",
         }
     }
+    for name in ("half", "index"):  # transformers reads a single file first
+        (folder / name / "model.safetensors").rename(folder / name / "a.safetensors")
     (folder / "half" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "index" / "model.safetensors.index.json").write_text("{}")
     (folder / "garbled" / "tokenizer.json").write_text("{}")
