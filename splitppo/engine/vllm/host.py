@@ -92,6 +92,8 @@ def build_llm(plan: Plan) -> Any:
             # requests are ids; only stop strings need text
             skip_tokenizer_init=not plan.config.rollout.stop,
             load_format="dummy",
+            # the trainer sends floats, also where its folder holds FP8
+            hf_overrides={"quantization_config": None},
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
             max_num_seqs=plan.max_rows,
