@@ -31,7 +31,7 @@ def keep_mismatches() -> None:
     """Of the embedded model, before any run."""
     from splitppo.models.probe import find_mismatch
     from splitppo.models.tiny import model_config
-    from splitppo.run import resolve
+    from splitppo.run import models
 
     aside = ("_name_or_path", "architectures", "dtype")
 
@@ -46,4 +46,4 @@ def keep_mismatches() -> None:
     tiny = shape(model_config())
     for kind in ("policy", "value"):
         _mismatches[kind, True] = find_mismatch(model_config(), kind, packed=True)
-    resolve.find_mismatch = kept_mismatch
+    models.find_mismatch = kept_mismatch
