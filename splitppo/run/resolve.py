@@ -97,12 +97,16 @@ class Resolved:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the models' folders, a line each."""
-        return [
-            f"{name} of {model.name}: {'; '.join(model.notes)}"
-            for name, model in self.models.items()
-            if model.notes
-        ]
+        """What the user should know of the models' folders, a line each; of a folder that two
+        models have, once."""
+        lines = []
+        shown: set[tuple[str, str]] = set()
+        for name, model in self.models.items():
+            notes = [note for note in model.notes if (model.path, note) not in shown]
+            shown.update((model.path, note) for note in notes)
+            if notes:
+                lines.append(f"{name} of {model.name}: {'; '.join(notes)}")
+        return lines
 
     def inputs(self, *splits: PromptSet) -> dict[str, str]:
         """What identifies all that the run reads: its files (`inputs_of`), and the prompts of its
