@@ -175,7 +175,8 @@ class Pool:
 
     async def _settle(self, worker: Worker, ask: Callable[[Worker], Awaitable[Any]]) -> Any:
         """What `ask` gets from the worker; if another row may be the cause of its failure, what it
-        gets from a worker that has nothing else. Twice, or an earlier row may be."""
+        gets from a worker that has nothing else. It tries twice there: an earlier row may have
+        broken that spare worker."""
         answer = await ask(worker)
         if getattr(answer, "sure", True):
             return answer
