@@ -91,7 +91,8 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
             raise folder_error(
                 folder, f"weight {name} is not in {file}, against {index.name}", "fetch it again"
             )
-    others = sorted({path.name for path in folder.glob("*.safetensors*")} - {*files})
+    read = {*files, *[index.name] * bool(places)}
+    others = sorted({path.name for path in folder.glob("*.safetensors*")} - read)
     return {name: opened[file] for name, file in held.items()}, others
 
 
