@@ -199,9 +199,9 @@ class Sampler:
             others = [name for name in now if before.get(name, now[name]) != now[name]]
             if row.segments and others:
                 raise UserError(
-                    f"row {row.row} of the checkpoint goes on, and its {', '.join(others)} differ"
-                    " here; restore seed, data, env, rollout.samples and rollout.lengths of its"
-                    " run, or start from its exported policy (splitppo export)"
+                    f"row {row.row} of the checkpoint goes on, and its {', '.join(others)} changed;"
+                    " restore seed, data, env, rollout.samples and rollout.lengths of its run,"
+                    " or start from its exported policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(

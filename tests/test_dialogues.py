@@ -249,13 +249,13 @@ def test_neither_workers_nor_delays_nor_stops_change_a_bit(game, tmp_path, windo
     assert trained("slow", "Slow", steps, reward__workers=4) == due
     if not window:
         return
-    trained("cut", "Slow", 3)
+    trained("cut", "Async", 3)
     held = opened(tmp_path / "cut")
     assert any(row.awaits for row in held), "no row waits for an answer"
     assert any(len(row.turns) > 1 and not row.awaits for row in held), "none is within a turn"
     shutil.copytree(tmp_path / "cut", tmp_path / "elsewhere")
     assert trained("cut", "Async", steps) == due
-    elsewhere = trained("elsewhere", "Slow", steps, world=3, placement__actor=2)
+    elsewhere = trained("elsewhere", "Async", steps, world=3, placement__actor=2)
     for got, figure in zip(elsewhere, due, strict=True):
         assert_same(got, figure)
 

@@ -236,7 +236,7 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
         with pytest.raises(
             UserError,
-            match=r"row \d+ of the checkpoint goes on, and its prompt is another one here",
+            match=r"row \d+ of the checkpoint goes on, and its .*prompt.* changed; restore seed",
         ):
             dry_run(parse([*saved, other]), Launch())
 
