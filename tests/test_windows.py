@@ -406,14 +406,14 @@ def test_a_row_goes_on_with_all_that_made_it():
         ({}, {"seed": 2}, "seed"),
         ({}, {"environment": ["env.py:Env", "other"]}, "environment"),
     ):
-        with pytest.raises(UserError, match=rf"row 0 of .* goes on, and its {name} differ"):
+        with pytest.raises(UserError, match=rf"row 0 of .* goes on, and its {name} changed; restore"):
             made_by(others, other_origin).load_state(state)
     # as earlier versions wrote it: the hash of the prompt alone
     older = [[row, older_message(packed), recorded["prompt"]] for row, packed, recorded in state]
     unknown = made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
     assert unknown == {"ground_truth", "extra_info", "seed", "environment"}
     older[0][2] = "another"
-    with pytest.raises(UserError, match="goes on, and its prompt differ"):
+    with pytest.raises(UserError, match="goes on, and its prompt changed; restore"):
         made_by({}, {}).load_state(older)
 
 
