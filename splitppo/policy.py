@@ -12,9 +12,9 @@ from splitppo import algo
 from splitppo.context import Context
 from splitppo.engine import Weights
 from splitppo.errors import UserError, say, warn
-from splitppo.learner import Learner, learning_metrics, trainable_rows
 from splitppo.models.batching import Fields, MicroBatch, dummy_rollout
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.learner import Learner, learning_metrics, trainable_rows
 from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
 from splitppo.rollout import Rollout

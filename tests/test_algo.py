@@ -14,7 +14,7 @@ from torch import Tensor
 from splitppo import algo
 from splitppo.algo import Aggregate, Moments
 from splitppo.config import OptimConfig
-from splitppo.learner import learning_rate
+from splitppo.models.learner import learning_rate
 
 AGGREGATES: tuple[Aggregate, ...] = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 NAN = math.nan

@@ -18,7 +18,7 @@ from splitppo.critic import Critic, ScoredRows
 from splitppo.critic.baselines import BoundedValues, Values
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
-from splitppo.learner import Learner
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.rewards.scorer import Failure
 from splitppo.rollout import End, Episode, Rollout

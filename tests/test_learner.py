@@ -21,11 +21,11 @@ from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models.attention import PACKED
 from splitppo.models.batching import cut_lengths, micro_batch, partition
 from splitppo.models.build import Kind, build, freeze, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import COMPILER, local, parallelize
 from splitppo.models.tiny import build_tiny

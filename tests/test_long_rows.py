@@ -23,9 +23,9 @@ from splitppo.config import Config, EnvConfig, OptimConfig, PlacementConfig
 from splitppo.context import Context
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models.build import build
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.tiny import build_tokenizer, model_config

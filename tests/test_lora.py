@@ -27,11 +27,11 @@ from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models import lora, tiny
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import build, read_config
 from splitppo.models.heads import PolicyOutputs, adapters_off, value_outputs
+from splitppo.models.learner import Learner
 from splitppo.models.names import weights_of
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import local, parallelize

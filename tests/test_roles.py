@@ -20,14 +20,14 @@ from splitppo.critic import Critic, ScoredRows
 from splitppo.critic.baselines import Mean, Values
 from splitppo.errors import UserError
 from splitppo.generator import Generator
+from splitppo.generator.sampler import Sampler
 from splitppo.job.collectives import Group
-from splitppo.learner import learning_metrics
+from splitppo.models.learner import learning_metrics
 from splitppo.placement import Streams, make_step_plan
 from splitppo.policy import Policy
 from splitppo.rewards.scorer import Failure, count_failures
 from splitppo.rollout import End, Prompt, Rollout
 from splitppo.run.life import Run
-from splitppo.sampler import Sampler
 
 CPU = torch.device("cpu")
 HELD = [[0, 1], [2, 3]]  # rows of each rank

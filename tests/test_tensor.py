@@ -20,14 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig, RolloutConfig
 from splitppo.engine import Piece
+from splitppo.generator.sampler import Sampler
 from splitppo.job import wire
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models import attention
 from splitppo.models.build import build, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import bounds, local, parallelize
 from splitppo.models.weights import fill
@@ -35,7 +36,6 @@ from splitppo.placement import SetShape, Streams, make_step_plan, place
 from splitppo.rewards.model import RewardModel, RewardText
 from splitppo.rollout import Episode, Prompt, Rollout
 from splitppo.run import checkpoint
-from splitppo.sampler import Sampler
 from splitppo.tools.export import export
 
 CPU = torch.device("cpu")

@@ -32,9 +32,9 @@ from splitppo.critic.baselines import Mean, Values
 from splitppo.job.collectives import Group
 from splitppo.job.nodes import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models.build import Kind, build, read_config
 from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import build_tiny

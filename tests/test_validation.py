@@ -19,13 +19,13 @@ from ranks import run_threads
 from splitppo.config import Config, EnvConfig, LogConfig, RolloutConfig
 from splitppo.context import Context
 from splitppo.engine import Piece, row_seed
+from splitppo.generator.validation import Validator
 from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Failure, Scored
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
 from splitppo.rollout import Episode, Prompt, Segment, Span, episode_of
 from splitppo.run.files import shown, table, write_rows
-from splitppo.validation import Validator
 
 ROLLOUT = RolloutConfig(max_new_tokens=10, top_p=0.9, top_k=40, stop=("!",))
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)

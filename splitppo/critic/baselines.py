@@ -11,9 +11,9 @@ from splitppo import algo
 from splitppo.context import Context
 from splitppo.critic.calibration import extremes, quality
 from splitppo.job.collectives import Group
-from splitppo.learner import Learner, learning_metrics, trainable_rows
 from splitppo.models.batching import Fields, MicroBatch
 from splitppo.models.heads import head_outputs, value_outputs
+from splitppo.models.learner import Learner, learning_metrics, trainable_rows
 from splitppo.placement import StepPlan, Streams
 from splitppo.rewards.shaping import check_range
 from splitppo.rollout import Rollout

@@ -22,11 +22,13 @@ from splitppo.engine.vllm.process import Process
 from splitppo.envs.player import Player, SingleTurn, players_of
 from splitppo.errors import say
 from splitppo.generator import Generator
+from splitppo.generator.sampler import Sampler
+from splitppo.generator.validation import Validator
 from splitppo.job.runtime import Runtime
 from splitppo.job.wire import Wire
-from splitppo.learner import Learner
 from splitppo.models import build, sharding, weights
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Role
@@ -38,8 +40,6 @@ from splitppo.run.files import write_rows
 from splitppo.run.folder import fingerprint
 from splitppo.run.models import Model
 from splitppo.run.resolve import Resolved
-from splitppo.sampler import Sampler
-from splitppo.validation import Validator
 
 
 def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:

@@ -18,6 +18,7 @@ from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say, warn
 from splitppo.generator import Generator
+from splitppo.generator.sampler import Sampler
 from splitppo.job.launch import LAUNCHER
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
@@ -36,7 +37,6 @@ from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
-from splitppo.sampler import Sampler
 
 Part = Generator | Policy | Critic  # what has a state of its own in a checkpoint
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient

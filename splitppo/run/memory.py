@@ -12,9 +12,9 @@ from splitppo.config.toml import flag
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
-from splitppo.learner import GATHER_BYTES
 from splitppo.models.cost import GB, USABLE, Cost
 from splitppo.models.heads import LOGIT_PIECE
+from splitppo.models.learner import GATHER_BYTES
 from splitppo.placement import Role, replicas
 from splitppo.run.resolve import Resolved
 

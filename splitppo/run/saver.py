@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from splitppo.errors import UserError
-from splitppo.learner import Learner
 from splitppo.models import offload, sharding
+from splitppo.models.learner import Learner
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,

@@ -72,12 +72,12 @@ def load(
     from splitppo.data.files import Row
     from splitppo.data.prompts import tokenize
     from splitppo.envs.player import players_of
+    from splitppo.generator.sampler import Sampler
     from splitppo.models.batching import micro_batch
     from splitppo.models.build import most_positions
     from splitppo.models.heads import value_outputs
     from splitppo.rewards.samples import token_figures
     from splitppo.rollout import Rollout
-    from splitppo.sampler import Sampler
 
     config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit

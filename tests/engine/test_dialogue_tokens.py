@@ -19,10 +19,10 @@ from splitppo.engine import Ask, Piece
 from splitppo.engine.hf import HFEngine
 from splitppo.envs import Message, Turn
 from splitppo.envs.player import Player, turns_of
+from splitppo.generator.sampler import Sampler
 from splitppo.models.batching import micro_batch
 from splitppo.models.heads import PolicyModel, PolicyOutputs
 from splitppo.rollout import Episode, Prompt, Rollout
-from splitppo.sampler import Sampler
 
 TOKENIZER = tokenizer_of(None, "</s>")  # all of them have the same ids
 MODEL = {"vocab_size": len(TOKENIZER) + 8, "eos_token_id": [TOKENIZER.eos_token_id]}

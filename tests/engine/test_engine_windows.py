@@ -8,8 +8,8 @@ from ranks import ALONE
 from test_engine import CLOSE, FIRST, Case, case, hf_case, tokenizer
 
 from splitppo.config import RolloutConfig
+from splitppo.generator.sampler import Sampler
 from splitppo.rollout import Episode, Prompt
-from splitppo.sampler import Sampler
 
 __all__ = ["case", "hf_case", "tokenizer"]  # fixtures
 

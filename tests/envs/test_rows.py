@@ -17,9 +17,9 @@ from splitppo.config import Config, EnvConfig, RewardConfig, RolloutConfig
 from splitppo.engine import Ask, Piece, row_seed
 from splitppo.envs import Message, Turn
 from splitppo.envs.player import Player, turns_of
+from splitppo.generator.sampler import Sampler
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Episode, Prompt, dialogue
-from splitppo.sampler import Sampler
 
 EOS = VOCABULARY["<eos>"]
 TOKENIZER: Any = build_tokenizer()

@@ -30,10 +30,10 @@ from splitppo.envs.player import Player, turns_of
 from splitppo.envs.tools import tool_schemas
 from splitppo.envs.turns import Turns
 from splitppo.errors import UserError, well_formed
+from splitppo.generator.sampler import Sampler
 from splitppo.rewards.functions import read_result
 from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, dialogue
 from splitppo.run.files import write_rows
-from splitppo.sampler import Sampler
 from splitppo.workers import Failure, describe, find_in_file
 
 MEGABYTE = 1 << 20

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import hf
+from splitppo.generator.sampler import Sampler
 from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
 from splitppo.rollout import Prompt
-from splitppo.sampler import Sampler
 from splitppo.tools.bench import lengths_of
 
 PROMPT = Prompt("", [5, 6, 7], "", "", {})

@@ -30,10 +30,10 @@ from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models.batching import MicroBatch
 from splitppo.models.build import build
 from splitppo.models.heads import PolicyOutputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.weights import fill

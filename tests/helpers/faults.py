@@ -47,7 +47,7 @@ from splitppo.critic import Critic
 from splitppo.generator import Generator
 from splitppo.job.ends import RESUMABLE
 from splitppo.job.wire import Wire
-from splitppo.learner import Learner
+from splitppo.models.learner import Learner
 from splitppo.models.tiny import VOCABULARY, build_tiny
 from splitppo.placement import StepPlan
 from splitppo.policy import Policy

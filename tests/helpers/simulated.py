@@ -15,9 +15,9 @@ from splitppo.config import Config, EnvConfig, RolloutConfig
 from splitppo.engine import Ask, Piece
 from splitppo.envs import Message, Turn
 from splitppo.envs.player import SINGLE_TURN, Player, turns_of
+from splitppo.generator.sampler import Sampler
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
 from splitppo.rollout import Prompt
-from splitppo.sampler import Sampler
 
 EOS = VOCABULARY["<eos>"]
 

@@ -11,10 +11,10 @@ from splitppo import algo
 from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
-from splitppo.learner import Learner
 from splitppo.models import offload
 from splitppo.models.build import build
 from splitppo.models.heads import value_outputs
+from splitppo.models.learner import Learner
 from splitppo.models.runner import Frozen, Runner
 from splitppo.models.sharding import local, parallelize
 from splitppo.models.tiny import model_config

@@ -9,11 +9,11 @@ import torch
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, Weights
 from splitppo.errors import say
+from splitppo.generator.sampler import Sampler
+from splitppo.generator.validation import Validator
 from splitppo.job.collectives import Group
 from splitppo.placement import StepPlan
 from splitppo.rollout import Episode, Rollout, digest
-from splitppo.sampler import Sampler
-from splitppo.validation import Validator
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
 

@@ -10,12 +10,12 @@ import torch
 
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, row_seed
+from splitppo.generator.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Pending, Scorer, say_failures, to_score
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode, add_turn_rewards
-from splitppo.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
 FILE_ROWS = 256  # rows that a validation writes at most, the first
