@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,25 +99,48 @@ def turn_end(tokenizer: Any) -> list[int]:
     return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
 
+def token_ends(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
+    """For each token the number of characters of `decode(ids)` that are whole with it. So the first
+    token with an end of n or more holds character n: of a character of several tokens the last,
+    and none that `decode` leaves out."""
+    whole = decode(list(ids))
+    alone = {token: decode([token]) for token in set(ids)}
+    texts = [alone[token] for token in ids]
+    if "".join(texts) == whole:
+        return list(accumulate(map(len, texts)))
+    # twice: alone, some tokenizers leave out a space
+    left_out = {token for token in alone if not alone[token] and not decode([token, token])}
+    # a token's text depends on its neighbours: that of a window is compared with the whole
+    ends = [0]
+    start = 0  # of the window's text in the whole, behind that of the context
+    context: list[int] = []
+    before = ""  # the text of the context
+    window: list[int] = []
+    for token in ids:
+        if token in left_out:
+            ends.append(ends[-1])
+            continue
+        window.append(token)
+        text = decode([*context, *window])[len(before) :]
+        stuck = len(window) > LONGEST_CHARACTER  # the window's text is another than in the whole
+        if stuck:
+            start = max(start, whole.find(text, start))
+        grown = max(n for n in range(len(text) + 1) if whole.startswith(text[:n], start) or stuck)
+        if not text:  # one more byte of what is no character
+            ends[-1] = max(start - 1, 0)
+        ends.append(min(start + grown, len(whole)))
+        if text and grown == len(text):
+            start = ends[-1]
+            context = window
+            window = []
+            before = decode(context)
+    ends[-1] = len(whole)
+    return list(accumulate(reversed(ends), min))[-2::-1]
+
+
 def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
     """The text of each token; joined they are `decode(ids)`. A character of several tokens belongs
     to the last of them. A token that `decode` leaves out has ""."""
     whole = decode(list(ids))
-    alone = {token: decode([token]) for token in set(ids)}
-    if "".join(texts := [alone[token] for token in ids]) == whole:
-        return texts
-    # a token's text depends on its neighbours: the text of a window grows with each token, until
-    # its bytes are whole
-    ends = [0]
-    start = 0
-    known = 0
-    for k in range(1, len(ids) + 1):
-        before = decode(list(ids[start:known]))
-        now = decode(list(ids[start:k]))
-        # many bytes that are no character, or many tokens that are left out
-        stuck = k - known >= LONGEST_CHARACTER
-        grown = 0 if now.endswith("\ufffd") and not stuck else len(now) - len(before)
-        ends.append(min(ends[-1] + max(grown, 0), len(whole)))
-        start, known = (known, k) if grown > 0 or stuck else (start, known)
-    ends[-1] = len(whole)
-    return [whole[a:b] for a, b in pairwise(ends)]
+    ends = token_ends(decode, ids)
+    return [whole[begin:end] for begin, end in pairwise([0, *ends])]
