@@ -84,8 +84,8 @@ class EngineConfig:
     eager: bool = False
     """Neither compile vLLM's model nor capture CUDA graphs. Starts sooner, generates slower."""
     steady: bool = True
-    """Schedule rows that only need their next token in a short loop of our own, with vLLM versions
-    that it was tested with: faster if the model is small and rows are many."""
+    """Take the tokens of rows to which nothing else happens in a short loop of our own, with vLLM
+    versions that it was tested with: faster if the model is small and rows are many."""
 
 
 @dataclass(frozen=True)

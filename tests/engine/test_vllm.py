@@ -51,7 +51,6 @@ from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
 from splitppo.engine.vllm.host import graph_sizes
-from splitppo.engine.vllm.messages import Done, Load, Sleep, Verify
 from splitppo.engine.vllm.plan import RESERVE, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import EngineError, Process, child_environment, visible_device
 from splitppo.errors import UserError
@@ -84,9 +83,9 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
     cpu, model = torch.device("cpu"), random_llama(llama_config())
     engine = trainer_side.VLLMEngine(llama_config(), "", 0, None, device=cpu, dtype=torch.float32)
     engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
-    monkeypatch.setattr(engine, "_send", lambda message: None)
+    monkeypatch.setattr(engine, "_send", lambda *message: None)
     monkeypatch.setattr(
-        engine, "_answer", {Load: None, Verify: (["lm_head.weight"], [])}.__getitem__
+        engine, "_answer", {"load": None, "verify": (["lm_head.weight"], [])}.__getitem__
     )
     named = (
         "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use "
@@ -505,10 +504,10 @@ def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(
         llama_config(), "", 0, None, device=cpu, dtype=torch.float32, sleep="auto"
     )
     monkeypatch.setattr(engine, "_fits", lambda: fits)
-    monkeypatch.setattr(engine, "_ask", lambda message: asked.append(message) or message.level)
+    monkeypatch.setattr(engine, "_ask", lambda *call: asked.append(call) or call[1])
     for _ in range(3):  # however many rollouts there were
         engine.release_memory(trained=trained)
-    assert asked == [Sleep(level)] * 3
+    assert asked == [("sleep", level)] * 3
     assert engine.loaded == (level == 0)
 
 
@@ -855,13 +854,12 @@ def test_a_bit_that_changes_on_the_way_is_found(
 
     send = engine._send
 
-    def flip(message: Any) -> None:
-        if isinstance(message, Load):
-            first = next(
-                e.first for e in message.entries if e.name == "model.layers.0.mlp.up_proj.weight"
-            )
-            engine._buckets[message.bucket][first + 5] ^= 1
-        send(message)
+    def flip(name: str, *arguments: Any) -> None:
+        if name == "load":
+            bucket, entries = arguments
+            first = next(e.first for e in entries if e.name == "model.layers.0.mlp.up_proj.weight")
+            engine._buckets[bucket][first + 5] ^= 1
+        send(name, *arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_send", flip)
@@ -940,7 +938,7 @@ def test_closing_early_stops_the_work(engine: Any, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_receive", record)
         rows.close()
-    assert received[-1] == Done()
+    assert received[-1] is None
     assert ended + sum(len(message.pieces) for message in received[:-1]) < len(requests)
     assert responses(run(engine, requests)) == before
     other = random_llama(llama_config(), seed=1)

@@ -10,7 +10,6 @@ import pytest
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import Ask, OpenPiece, row_seed
-from splitppo.engine.vllm.messages import Submit
 from splitppo.engine.vllm.rows import Rows, TokenBatch, params_of, piece_of
 
 SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
@@ -90,8 +89,8 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],
     )
     rows = Rows(engine, [2])
-    rows.add(0, Submit([Ask(3, [11, 12], 1, 8)], SAMPLING, 5))
-    rows.add(1, Submit([Ask(3, [13], 0, 4)], SAMPLING, 5))
+    rows.add(0, [Ask(3, [11, 12], 1, 8)], SAMPLING, 5)
+    rows.add(1, [Ask(3, [13], 0, 4)], SAMPLING, 5)
     assert engine.asked["0/3"][0] == {"prompt_token_ids": [11, 12]}
     assert [engine.asked["0/3"][1][name] for name in ("seed", "max_tokens")] == [
         row_seed(5, 3, 1),
@@ -99,7 +98,6 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     ]
     # the front end forgets what the core gives to nobody but this
     assert engine.aborted == [(["own 0/3"], True), (["own 1/3"], True)]
-    assert rows.ranks() == {0, 1}
     assert rows.step() == rows.step() == []
     (rank, mine), (other, cut) = rows.step()
     assert (rank, mine.row, mine.tokens) == (0, 3, [7, 5, 6])
@@ -110,17 +108,17 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
         [-1.0, -2.0, -3.0, -7.0],
         "limit",
     )
-    assert rows.ranks() == set()
+    assert not rows.open
 
 
 def test_only_the_rows_of_the_rank_are_broken_off():
     engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
     rows = Rows(engine, [2])
     for rank in range(2):
-        rows.add(rank, Submit([Ask(1, [3], 0, 9)], SAMPLING, 0))
+        rows.add(rank, [Ask(1, [3], 0, 9)], SAMPLING, 0)
     rows.abort(0)
     assert engine.aborted[2:] == [(["own 0/1"], False)]
-    assert rows.ranks() == {1}
+    assert [row.rank for row in rows.open.values()] == [1]
     # what comes late is dropped
     assert [(rank, piece.tokens) for rank, piece in rows.step()] == [(1, [6])]
 
@@ -133,7 +131,7 @@ def test_rows_that_strings_may_end_go_through_the_front_end():
     )
     rows = Rows(engine, [2])
     asks = [Ask(row, [4], 0, 9) for row in (1, 2, 3, 8)]
-    rows.add(0, Submit(asks, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0))
+    rows.add(0, asks, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
     assert engine.aborted == []
     assert rows.step() == []
     told = [(rank, s.row, s.tokens, s.logprobs, s.end) for rank, s in rows.step()]

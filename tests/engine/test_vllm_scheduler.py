@@ -84,6 +84,7 @@ class Worker:
         field(default_factory=list)
     )
     preempted: int = 0
+    batched: int = 0  # tokens that came in a TokenBatch
 
     def step(self, told: Any) -> Any:
         """The tokens of a step, one for each row whose known tokens are all computed."""
@@ -172,9 +173,6 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             row = draw.choice(sorted(scheduler.running, key=lambda row: row.request_id))
             scheduler.finish_requests(row.request_id, RequestStatus.FINISHED_ABORTED)
             got[row.request_id] = ["aborted"]
-        if draw.random() < 0.02:
-            # as if rows had been left out: all their tokens are told
-            scheduler.prev_step_scheduled_req_ids.clear()
         if not (late or scheduler.has_requests() or under_way):
             return got
         if scheduler.has_requests():
@@ -188,6 +186,7 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
                 scheduler.update_from_output(*under_way.popleft()).get(0, Nothing()).outputs
             ):
                 if isinstance(output, TokenBatch):
+                    worker.batched += len(output.names)
                     for name, token, score in zip(
                         output.names, output.tokens, output.logprobs, strict=True
                     ):
@@ -208,7 +207,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize("blocks", [400, 60])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["sync", "async", "async, second runner"])
 def test_steady_steps_are_those_of_vllm(
     kind: str, seed: int, blocks: int, vllm_config: Any
@@ -217,13 +216,6 @@ def test_steady_steps_are_those_of_vllm(
     plain, quick = Worker(seed), Worker(seed)
     expected = run(scheduler_of(kind, vllm_config, blocks), plain, 60, depth)
     scheduler = scheduler_of(kind, vllm_config, blocks)
-    whole, short = scheduler.schedule, []
-
-    def counted(*args: Any) -> Any:
-        short.append(not scheduler.running and not scheduler.waiting)
-        return whole(*args)
-
-    scheduler.schedule = counted
     assert steady(scheduler, [END])
     assert run(scheduler, quick, 60, depth) == expected
     # all are given back, but vLLM's own
@@ -232,18 +224,14 @@ def test_steady_steps_are_those_of_vllm(
     if blocks > 100:
         assert quick.steps == plain.steps
         assert not quick.preempted
-        assert sum(short) > len(short) / 2
+        assert quick.batched > 500
+        assert not plain.batched
     else:
         assert min(quick.preempted, plain.preempted) > 0
 
 
 def test_a_scheduler_of_another_kind_stays_as_it_is(vllm_config: Any) -> None:
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
-    own, windowed = scheduler_of("sync", vllm_config, 100), scheduler_of("sync", vllm_config, 100)
-    own.__class__ = type("Own", (type(own),), {})
-    [manager] = windowed.kv_cache_manager.coordinator.single_type_managers
-    manager.__class__ = type("Windowed", (FullAttentionManager,), {})
-    for scheduler in (own, windowed):
-        assert not steady(scheduler, [END])
-        assert "schedule" not in vars(scheduler)
+    other = scheduler_of("sync", vllm_config, 100)
+    other.__class__ = type("Other", (type(other),), {})
+    assert not steady(other, [END])
+    assert "update_from_output" not in vars(other)

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.engine import Ask
 from splitppo.engine.vllm.host import SETTINGS, start_llm
-from splitppo.engine.vllm.messages import Pieces, Submit
+from splitppo.engine.vllm.messages import Pieces
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
 from splitppo.tools.bench import lengths_of
@@ -104,7 +104,7 @@ def rollout(
         for row, (ids, tokens) in enumerate(zip(prompts, lengths, strict=True))
     ]
     began = last = time.perf_counter()
-    rows.add(0, Submit(asks, plan.config.rollout, seed))
+    rows.add(0, asks, plan.config.rollout, seed)
     while rows.open:
         left = 1 << (len(rows.open) - 1).bit_length()
         rows.step()
@@ -123,7 +123,7 @@ def compare(
     scheduler, names = llm.engine_core.engine_core.scheduler, ("schedule", "update_from_output")
     ours = {name: getattr(scheduler, name) for name in names}
     for name in names:
-        vars(scheduler).pop(name, None)
+        vars(scheduler).pop(name, None)  # what `steady` has put there
     both = {"vLLM": {name: getattr(scheduler, name) for name in names}, "steady": ours}
     seconds = []
     for how, methods in both.items():
@@ -200,9 +200,9 @@ def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
     rows = Rows(llm, plan.eos)
     asks = [Ask(row, ids, 0, tokens, False) for row, ids in enumerate(prompts)]
     sent = time.perf_counter()
-    submitted = pickle.loads(pickle.dumps(Submit(asks, plan.config.rollout, 1)))
+    submitted = pickle.loads(pickle.dumps((asks, plan.config.rollout, 1)))
     began = time.perf_counter()
-    rows.add(0, submitted)
+    rows.add(0, *submitted)
     while not all(row.tokens for row in rows.open.values()):
         rows.step()
     prefixes = time.perf_counter() - began
@@ -222,7 +222,7 @@ def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
     messages = began - sent - prefixes + time.perf_counter() - answered
     while not llm.reset_prefix_cache():
         llm.step()
-    rows.add(0, submitted)
+    rows.add(0, *submitted)
     while not all(row.tokens for row in rows.open.values()):
         rows.step()
     on_gpu = plan.device == "cuda"

@@ -23,19 +23,7 @@ from transformers import PretrainedConfig
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import TICK, Ask, Piece, RolloutEngine, check_weights, weight_names
-from splitppo.engine.vllm.messages import (
-    Close,
-    Done,
-    Entry,
-    Halt,
-    Hello,
-    Load,
-    Pieces,
-    Sleep,
-    Submit,
-    Verify,
-    Wake,
-)
+from splitppo.engine.vllm.messages import Entry, Pieces
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -106,7 +94,7 @@ class VLLMEngine(RolloutEngine):
             if self.device.type == "cuda"
             else [(size, path) for path in paths]
         )
-        line = self._ask(Hello(self.index, handles))
+        line = self._ask("hello", self.index, handles)
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return line
@@ -117,7 +105,7 @@ class VLLMEngine(RolloutEngine):
         if self.sleep == "off":
             return
         stay = self.sleep == "auto" and trained and self._fits()
-        level = self._ask(Sleep(0 if stay else 1 if self.sleep == "1" else 2))
+        level = self._ask("sleep", 0 if stay else 1 if self.sleep == "1" else 2)
         self._asleep = ["weights", "kv_cache"] if level else []
         self.loaded = level < 2
 
@@ -127,7 +115,7 @@ class VLLMEngine(RolloutEngine):
         if self.process:
             self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
-            self._send(Close())
+            self._send("close")
             self._conn.close()
         self._conn = None
         self._sender.shutdown(wait=False)
@@ -146,15 +134,15 @@ class VLLMEngine(RolloutEngine):
                     # another process reads the bucket next
                     torch.cuda.current_stream(self.device).synchronize()
                 if loading:
-                    self._answer(Load)
-                self._send(Load(bucket, entries))
+                    self._answer("load")
+                self._send("load", bucket, entries)
                 loading = True
         finally:
             if loading and self._conn:
-                self._answer(Load)
+                self._answer("load")
         totals = torch.stack(list(sums.values())).tolist() if sums else []
         sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
-        lost, different = self._ask(Verify(sent))
+        lost, different = self._ask("verify", sent)
         if lost:
             raise UserError(
                 f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, "
@@ -175,7 +163,7 @@ class VLLMEngine(RolloutEngine):
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         # if it fails, so does the next wait
-        self._sender.submit(self._conn.send, Submit(asks, self._sampling, self._seed))
+        self._sender.submit(self._conn.send, ("submit", asks, self._sampling, self._seed))
 
     def _poll(self) -> list[Piece]:
         if not self._conn.poll(TICK):
@@ -189,8 +177,8 @@ class VLLMEngine(RolloutEngine):
 
     def _abort(self) -> None:
         if self._conn:
-            self._sender.submit(self._conn.send, Halt())
-            while not isinstance(self._receive("the end of an aborted rollout"), Done):
+            self._sender.submit(self._conn.send, ("halt",))
+            while isinstance(self._receive("the end of an aborted rollout"), Pieces):
                 pass
 
     def _fill(
@@ -219,7 +207,7 @@ class VLLMEngine(RolloutEngine):
         asleep = [tag for tag in tags if tag in self._asleep]
         if asleep:
             torch.cuda.empty_cache()
-            self._ask(Wake(asleep))
+            self._ask("wake", asleep)
             self._asleep = [tag for tag in self._asleep if tag not in asleep]
 
     def _fits(self) -> bool:
@@ -235,7 +223,7 @@ class VLLMEngine(RolloutEngine):
         )
         return others + peak <= USABLE * total
 
-    def _send(self, message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         if self._conn is None:
             raise EngineError("the vLLM engine is closed")
         try:
@@ -252,12 +240,12 @@ class VLLMEngine(RolloutEngine):
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
 
-    def _ask(self, message: Any) -> Any:
-        self._send(message)
-        return self._answer(type(message))
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        self._send(name, *arguments)
+        return self._answer(name)
 
-    def _answer(self, kind: type) -> Any:
-        return self._receive(f"an answer to {kind.__name__!r}").value
+    def _answer(self, name: str) -> Any:
+        return self._receive(f"an answer to {name!r}")
 
     def _ended(self) -> EngineError:
         self._conn = None

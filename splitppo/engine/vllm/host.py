@@ -21,23 +21,11 @@ from typing import Any
 
 import torch
 
-from splitppo.engine import Piece
 from splitppo.engine.vllm import vllm_version
-from splitppo.engine.vllm.messages import (
-    Close,
-    Done,
-    Halt,
-    Hello,
-    Load,
-    Pieces,
-    Sleep,
-    Submit,
-    Verify,
-    Wake,
-)
+from splitppo.engine.vllm.messages import Entry, Pieces
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
-from splitppo.engine.vllm.weight_check import compare
+from splitppo.engine.vllm.weight_check import Sums, compare
 from splitppo.job.child import end_with_parent
 
 STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
@@ -151,77 +139,69 @@ def start_llm(plan: Plan) -> tuple[Any, str]:
 
 
 class Host:
-    """The engine and the ranks that it serves."""
+    """The engine and the ranks that it serves, which call its methods (messages.py)."""
 
-    def __init__(self, llm: Any, conns: Sequence[Connection], plan: Plan):
+    def __init__(self, llm: Any, conns: Sequence[Connection], eos: Sequence[int]):
         self.llm = llm
         self.conns = conns
-        self.rows = Rows(llm, plan.eos)
-        # what ranks have sent before the others
-        self.inbox: list[deque[Any]] = [deque() for _ in conns]
-        # vLLM's steps since the start
+        self.rows = Rows(llm, eos)
+        # calls of ranks that wait for the others
+        self.calls: list[deque[Any]] = [deque() for _ in conns]
+        # vLLM's steps since it had no row
         self.steps = 0
         self.seconds = 0.0
-        self.began: dict[int, tuple[int, float]] = {}  # both when a rank's first row began
-        self.together = {
-            Load: self._load,
-            Verify: self._verify,
-            Sleep: self._sleep,
-            Wake: self._wake,
-        }
 
     def serve(self) -> None:
-        """Runs until all ranks have sent Close."""
+        """Runs until all ranks have called `close`."""
         serving = list(self.conns)
         while serving:
             ready: Any = wait(serving, timeout=0 if self.rows.open else None)
             for conn in ready:
-                message = conn.recv()
-                if isinstance(message, Close):
+                name, *arguments = conn.recv()
+                rank = self.conns.index(conn)
+                if name == "close":
                     serving.remove(conn)
+                elif name in ("submit", "halt"):
+                    getattr(self, name)(rank, *arguments)
                 else:
-                    self._handle(self.conns.index(conn), message)
+                    self.calls[rank].append(arguments)
+                    if all(self.calls):
+                        of_ranks = zip(*(calls.popleft() for calls in self.calls), strict=True)
+                        result = getattr(self, name)(*of_ranks)
+                        for other in self.conns:
+                            other.send(result)
             if self.rows.open:
-                start = time.monotonic()
-                ended = self.rows.step()
-                self.steps += 1
-                self.seconds += time.monotonic() - start
-                self._send(ended)
+                self._step()
 
-    def _handle(self, rank: int, message: Any) -> None:
-        if isinstance(message, Submit):
-            if rank not in self.rows.ranks():
-                self.began[rank] = self.steps, self.seconds
-            self.rows.add(rank, message)
-        elif isinstance(message, Halt):
-            self.rows.abort(rank)
-            self.conns[rank].send(Done())
-        else:
-            self.inbox[rank].append(message)
-            if all(self.inbox):
-                answer = self.together[type(message)]([inbox.popleft() for inbox in self.inbox])
-                for conn in self.conns:
-                    conn.send(Done(answer))
+    def submit(self, rank: int, *request: Any) -> None:
+        if not self.rows.open:
+            self.steps = 0
+            self.seconds = 0.0
+        self.rows.add(rank, *request)
 
-    def _load(self, buckets: Sequence[Load]) -> None:
-        self.llm.collective_rpc("splitppo_load", args=(buckets[0].bucket, buckets[0].entries))
+    def halt(self, rank: int) -> None:
+        self.rows.abort(rank)
+        self.conns[rank].send(None)
 
-    def _verify(self, sent: Sequence[Verify]) -> tuple[list[str], list[str]]:
+    def load(self, buckets: Sequence[int], entries: Sequence[list[Entry]]) -> None:
+        self.llm.collective_rpc("splitppo_load", args=(buckets[0], entries[0]))
+
+    def verify(self, sums: Sequence[Sums]) -> tuple[list[str], list[str]]:
         """The names of tensors that the engine does not have completely, and of tensors that differ
         there."""
         self._drain()  # the prefix cache holds keys of the old weights
-        return compare([part.sums for part in sent], self.llm.collective_rpc("splitppo_report"))
+        return compare(sums, self.llm.collective_rpc("splitppo_report"))
 
-    def _sleep(self, requests: Sequence[Sleep]) -> int:
-        """Goes to the deepest level that a rank asked for; returns it."""
-        if level := max(sleep.level for sleep in requests):
+    def sleep(self, levels: Sequence[int]) -> int:
+        """Goes to the deepest level; returns it."""
+        if level := max(levels):
             self._drain()
             self.llm.sleep(level)
         return level
 
-    def _wake(self, requests: Sequence[Wake]) -> None:
-        """Wakes parts that sleep, one by one."""
-        for tag in requests[0].tags:
+    def wake(self, tags: Sequence[list[str]]) -> None:
+        """Wakes the parts one by one."""
+        for tag in tags[0]:
             self.llm.wake_up([tag])
 
     def _drain(self) -> None:
@@ -232,16 +212,15 @@ class Host:
             self.llm.step()
         raise RuntimeError("vLLM keeps cache blocks of rows that have ended")
 
-    def _send(self, ended: Sequence[tuple[int, Piece]]) -> None:
-        """Sends each rank what has ended of its rows."""
+    def _step(self) -> None:
+        """Runs vLLM's next step, and sends each rank what has ended of its rows."""
+        start = time.monotonic()
+        ended = self.rows.step()
+        self.steps += 1
+        self.seconds += time.monotonic() - start
         for rank in {rank for rank, _ in ended}:
-            steps, seconds = self.began[rank]
-            self.conns[rank].send(
-                Pieces(
-                    [piece for owner, piece in ended if owner == rank],
-                    step_ms=1e3 * (self.seconds - seconds) / (self.steps - steps),
-                )
-            )
+            pieces = [piece for owner, piece in ended if owner == rank]
+            self.conns[rank].send(Pieces(pieces, step_ms=1e3 * self.seconds / self.steps))
 
 
 def connect(plan: Plan) -> list[tuple[Connection, Any]]:
@@ -249,8 +228,9 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     size = plan.config.engine.tensor_parallel
     with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
         accepted = [listener.accept() for _ in range(size)]
-    hellos: list[tuple[Hello, Connection]] = [(conn.recv(), conn) for conn in accepted]
-    return [(conn, hello.buckets) for hello, conn in sorted(hellos, key=lambda pair: pair[0].index)]
+    hellos = [(*conn.recv(), conn) for conn in accepted]
+    ordered = sorted(hellos, key=lambda hello: hello[1])
+    return [(conn, buckets) for _, _, buckets, conn in ordered]
 
 
 def read_plan() -> Plan:
@@ -280,8 +260,8 @@ def main() -> int:
         conns, buckets = zip(*connect(plan), strict=True)
         llm.collective_rpc("splitppo_attach", args=(buckets,))
         for conn in conns:
-            conn.send(Done(line))
-        Host(llm, conns, plan).serve()
+            conn.send(line)
+        Host(llm, conns, plan.eos).serve()
         if len(conns) > 1:
             llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory
     except (EOFError, ConnectionResetError, BrokenPipeError):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import OpenPiece, Piece, row_seed
-from splitppo.engine.vllm.messages import Submit
+from splitppo.engine import Ask, OpenPiece, Piece, row_seed
 from splitppo.rollout import End
 
 # vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and
@@ -40,14 +39,13 @@ class Rows:
         self.open: dict[str, OpenPiece] = {}  # by request id
         self._text = False  # whether stop strings may end these rows
 
-    def add(self, rank: int, submitted: Submit) -> None:
+    def add(self, rank: int, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
         """Begins a rank's rows."""
-        sampling = submitted.sampling
         self._text = bool(sampling.stop)
-        for ask in submitted.asks:
+        for ask in asks:
             params = params_of(
                 sampling,
-                seed=row_seed(submitted.seed, ask.row, ask.begun),
+                seed=row_seed(seed, ask.row, ask.begun),
                 eos=self.eos,
                 tokens=ask.tokens,
                 fixed=not ask.may_stop,
@@ -70,10 +68,6 @@ class Rows:
             (row.rank, piece_of(row, reason))
             for row, reason in (self._ended_by_text() if self._text else self._ended())
         ]
-
-    def ranks(self) -> set[int]:
-        """The ranks that have open rows."""
-        return {row.rank for row in self.open.values()}
 
     def _ended(self) -> list[tuple[OpenPiece, str]]:
         ended = []

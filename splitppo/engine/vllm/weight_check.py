@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 # a part of a sent tensor; the engine's tensor that holds it; the part of that tensor
 Piece = tuple[Box, str, Box]
+# name -> (count of numbers, checksum) of each tensor that was sent
+Sums = Mapping[str, tuple[int, int]]
 # checksums as received; parts loaded; what differs
 Report = tuple[dict[str, int], dict[str, list[Box]], list[str]]
 
@@ -233,9 +235,7 @@ class Received:
         )
 
 
-def compare(
-    sent: Sequence[Mapping[str, tuple[int, int]]], reports: Sequence[Report]
-) -> tuple[list[str], list[str]]:
+def compare(sent: Sequence[Sums], reports: Sequence[Report]) -> tuple[list[str], list[str]]:
     """Compares the tensors `sent` to each worker (name -> count of numbers and checksum) with the
     workers' reports. Returns the names of those that the workers together do not hold completely,
     and of tensors that differ."""
