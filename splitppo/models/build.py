@@ -49,16 +49,12 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
     as floats. With `own_code` the folder's Python code runs, here and where the model is built;
     `auto_map` names it. Raises UserError if the folder has no readable config.json, or holds a
     model that can't be read."""
-    if (Path(folder) / "adapter_config.json").is_file():
-        raise folder_error(
-            folder,
-            "a LoRA adapter; this setting names a whole model",
-            "name its base, and start from the adapter with --policy.lora.path, or merge it into "
-            "its base (peft's merge_and_unload) and save that",
-        )
     if not (Path(folder) / "config.json").is_file():
         raise folder_error(
-            folder, "no config.json there", "give the folder of a model, or its hub name OWNER/NAME"
+            folder,
+            "no config.json there",
+            "give the folder of a model, or its hub name OWNER/NAME; a LoRA adapter goes to "
+            "--policy.lora.path, beside its base",
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
@@ -141,21 +137,6 @@ def most_positions(config: PretrainedConfig) -> tuple[int | None, str]:
 def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     """Raises a UserError if models of this type can't be trained, or as reward models don't give
     one score."""
-    if kind == "reward":
-        if not (
-            type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-            or "AutoModelForSequenceClassification" in code_of(config)
-        ):
-            raise UserError(
-                f"reward.model={folder}: no sequence classification of type "
-                f"{config.model_type!r}; use another"
-            )
-        if config.num_labels != 1:
-            raise UserError(
-                f"reward.model={folder}: it gives {config.num_labels} numbers a text, and a reward "
-                "is one; use a checkpoint with num_labels 1 in its config.json"
-            )
-        return
     # encoders such as BERT are in the causal mapping too, since they can be turned into decoders
     encoder = (
         type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
@@ -163,16 +144,26 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     )
     known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     causal = known or "AutoModelForCausalLM" in code_of(config)
+    scores = (
+        type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        or "AutoModelForSequenceClassification" in code_of(config)
+    )
     need = ""
-    if not causal or encoder or config.is_encoder_decoder:
+    if kind == "reward":
+        if not scores:
+            need = "a sequence classification"
+        elif config.num_labels != 1:
+            need = f"of one number a text: config.json has num_labels {config.num_labels}"
+    elif not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif config.get_text_config(decoder=True) is not config:
         need = "a model of text alone: models of pictures or sound are not in this version"
     elif any(getattr(config, name, None) for name in EXPERTS):
         need = "dense: mixtures of experts are not in this version"
     if need:
+        setting = "reward.model" if kind == "reward" else f"{kind}.path"
         raise folder_error(
-            folder, f"type {config.model_type!r} is not {need}", f"choose another {kind}.path"
+            folder, f"type {config.model_type!r} is not {need}", f"choose another {setting}"
         )
 
 
@@ -270,19 +261,23 @@ def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
         "body": rf"^{model.base_model_prefix}\.",
     }
     for part in parts:
-        try:
-            matching = [name for name in weights if re.search(known.get(part, part), name)]
-        except re.error as error:
-            raise UserError(f"{part!r} is no regular expression ({error}); correct it") from error
-        if not matching:
-            raise UserError(
-                f"{setting}={part} matches no weight; "
-                f"their names are like {', '.join(list(weights)[1:4])}"
-            )
-        for name in matching:
+        for name in matching(known.get(part, part), [*weights], f"{setting}={part}", "weight"):
             weights[name].requires_grad_(False)
     if parts and not any(weight.requires_grad for weight in weights.values()):
         raise UserError(f"{setting}={' '.join(parts)} leaves no weight to train; name fewer")
+
+
+def matching(pattern: str, names: Sequence[str], setting: str, what: str) -> list[str]:
+    """The names that contain a regular expression. Raises a UserError of `setting` if none does;
+    `what`: is named."""
+    try:
+        matched = [name for name in names if re.search(pattern, name)]
+    except re.error as error:
+        raise UserError(f"{setting} is no regular expression ({error}); correct it") from error
+    if not matched:
+        examples = ", ".join(names[:3]) or "nothing: the model has none"
+        raise UserError(f"{setting} matches no {what}; their names are like {examples}")
+    return matched
 
 
 def on_meta() -> RemovableHandle:

@@ -4,25 +4,16 @@ HF_TOKEN."""
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from glob import escape
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import (
-    HfApi,
-    RepoFile,
-    constants,
-    errors,
-    hf_hub_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
 from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
@@ -34,6 +25,7 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetens
 REPO = r"([A-Za-z0-9][\w.-]*/[\w.-]+)"
 MODEL = re.compile(rf"{REPO}(?:@(\S+))?()", re.ASCII)
 DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+))?/(.+)", re.ASCII)
+COMMIT = "([0-9a-f]{40})"
 # begins an error: the name of a model may have been meant as a folder's
 NO_FOLDER = {"model": "no such folder, and ", "dataset": ""}
 # of huggingface_hub and of its transport in Rust
@@ -57,20 +49,14 @@ class HubName:
     def kind(self) -> str:
         return "dataset" if self.file else "model"
 
-    @property
-    def folder(self) -> Path:
-        """The repository's in the cache."""
-        return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.repo.replace('/', '--')}"
-
-    def cached(self) -> str:
-        """The revision's commit in the cache, or ""."""
-        cached_file = try_to_load_from_cache(
-            self.repo, self.file or "config.json", revision=self.revision, repo_type=self.kind
-        )
-        return (
-            Path(cached_file).relative_to(self.folder / "snapshots").parts[0]
-            if isinstance(cached_file, str)
-            else ""
+    def get(self, patterns: Sequence[str], **options: Any) -> Any:
+        """huggingface_hub's download of a data set's file, or of the files of a model that match
+        the patterns, without subfolders. Returns the path."""
+        options = {"revision": self.revision} | options
+        if self.file:
+            return hf_hub_download(self.repo, self.file, repo_type=self.kind, **options)
+        return snapshot_download(
+            self.repo, allow_patterns=[*patterns], ignore_patterns="*/*", **options
         )
 
     def error(self, problem: str, remedy: str) -> UserError:
@@ -96,125 +82,95 @@ def find(
     if not named.startswith("hf://") if is_data else named == "tiny" or Path(named).is_dir():
         return named, named
     if not (match := (DATA if is_data else MODEL).fullmatch(named)):
+        form = "hf://datasets/OWNER/NAME[@REVISION]/FILE" if is_data else "OWNER/NAME[@REVISION]"
         raise UserError(
-            f"{setting}={named}: no such folder or file (from {Path.cwd()}), and no hub name; use "
-            + (
-                "FILE, or hf://datasets/OWNER/NAME[@REVISION]/FILE"
-                if is_data
-                else "FOLDER, or OWNER/NAME[@REVISION]"
-            )
+            f"{setting}={named}: no such folder or file (from {Path.cwd()}), and no hub name; "
+            f"use a path, or {form}"
         )
     name = HubName(setting, match[1], match[2] or constants.DEFAULT_REVISION, match[3])
-    with_commit = re.escape(f'"{replace(name, revision="COMMIT")}"')
-    commit = re.search(with_commit.replace("COMMIT", "([0-9a-f]{40})"), before)
-    if commit and not match[2]:
-        name = replace(name, revision=commit[1])
+    pinned = re.escape(f'"{replace(name, revision="COMMIT")}"').replace("COMMIT", COMMIT)
+    if not match[2] and (of_run := re.search(pinned, before)):
+        name = replace(name, revision=of_run[1])
+    patterns = [*files, *["*.py"] * own_code]
     if fetch and not constants.HF_HUB_OFFLINE:
         # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each
         # start
         started = os.environ.get(ERROR_FILE)
         with WeakFileLock(Path(started).parents[1] / "hub.lock") if started else nullcontext():
-            commit = _fetch(name, [*files, *["*.py"] * own_code])
-    elif not (commit := name.cached()):
-        at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
-        raise name.error(
-            f"{NO_FOLDER[name.kind]}not in the cache {constants.HF_HUB_CACHE}",
-            f"fetch it where there is a network (hf download {name.repo} {at})"
-            + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE,
-        )
-    return str(replace(name, revision=commit)), str(name.folder / "snapshots" / commit / name.file)
+            path = _fetch(name, patterns)
+    else:
+        try:
+            path = name.get(patterns, local_files_only=True)
+        except FAILURES as error:
+            at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
+            raise name.error(
+                f"{NO_FOLDER[name.kind]}not in the cache {constants.HF_HUB_CACHE}",
+                f"fetch it where there is a network (hf download {name.repo} {at})"
+                + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE,
+            ) from error
+    (commit,) = re.findall(f".*/snapshots/{COMMIT}", path)
+    return str(replace(name, revision=commit)), path
 
 
 def _fetch(name: HubName, patterns: Sequence[str]) -> str:
-    """Fetches what the cache lacks of a data set's file, or of a model's files by these patterns;
-    returns the commit. If the hub doesn't answer, the cache's
-    commit will do."""
-    hub = HfApi()
-    wanted = (escape(name.file),) if name.file else patterns
+    """Fetches what the cache lacks; returns the path. If the hub doesn't answer, the cache's commit
+    will do."""
     try:
-        info = hub.repo_info(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.revision,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-        commit = info.sha or ""
-        tree = list(
-            hub.list_repo_tree(
-                name.repo, os.path.dirname(name.file) or None, repo_type=name.kind, revision=commit
+        commit = (
+            HfApi()
+            .repo_info(
+                name.repo,
+                repo_type=name.kind,
+                revision=name.revision,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
+            .sha
         )
     except FAILURES as error:
-        if not (commit := name.cached()):
-            raise _explain(name, error) from error
-        print(
-            f"{_explain(name, error)}. Going on with the cache's commit {commit}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return commit
-    files = [file for file in tree if any(fnmatch(file.path, pattern) for pattern in wanted)]
-    if name.file and not files:
-        raise name.error(
-            "no such file there", f"it has {', '.join(file.path for file in tree[:9])}"
-        )
-    snapshot = name.folder / "snapshots" / commit
-    if missing := [
-        file
-        for file in files
-        if isinstance(file, RepoFile) and not (snapshot / file.path).is_file()
-    ]:
-        _download(name, snapshot, missing)
-    if name.revision != commit:
-        ref = name.folder / "refs" / name.revision
-        with suppress(OSError):  # a cache for reading only
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit)
-    return commit
-
-
-def _download(name: HubName, snapshot: Path, files: Sequence[RepoFile]) -> None:
-    """Fetches files into the folder of their commit. After a failure only the blobs of whole files
-    stay."""
-    cache = Path(constants.HF_HUB_CACHE)
-    blobs = name.folder / "blobs"
+        with suppress(*FAILURES):
+            path = name.get(patterns, local_files_only=True)
+            print(f"{_explain(name, error)}. Going on with {path}", file=sys.stderr, flush=True)
+            return path
+        raise _explain(name, error) from error
+    new: list[Path] = []
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        size = sum(
-            f.size for f in files if not (blobs / (f.lfs.sha256 if f.lfs else f.blob_id)).is_file()
-        )
-        if size > (free := shutil.disk_usage(cache).free):
-            raise name.error(
-                f"{size / 1e9:.1f} GB to fetch, and {cache} has room for {free / 1e9:.1f} GB",
-                "free some there, or set HF_HOME to another disk",
+        files = name.get(patterns, revision=commit, dry_run=True)
+        files = [files] if name.file else files
+        new += [path for file in files if not (path := Path(file.local_path)).exists()]
+        if missing := [file for file in files if file.will_download]:
+            size = sum(file.file_size or 0 for file in missing)
+            print(
+                f"fetching {name} (commit {commit[:8]}): {size / 1e6:,.1f} MB "
+                f"in {len(missing)} files, to {constants.HF_HUB_CACHE}",
+                file=sys.stderr,
+                flush=True,
             )
-        print(
-            f"fetching {name} (commit {snapshot.name[:8]}): {size / 1e6:,.1f} MB "
-            f"in {len(files)} files, to {cache}",
-            file=sys.stderr,
-            flush=True,
-        )
-        if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        if missing and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
             # main disabled those of transformers, and these with them; only terminals show them
             enable_progress_bars()
-        with ThreadPoolExecutor(8) as pool:
-            get = partial(hf_hub_download, name.repo, repo_type=name.kind, revision=snapshot.name)
-            list(pool.map(get, (file.path for file in files)))
+        path = name.get(patterns, revision=commit)
     except BaseException as error:
-        for path in (snapshot / file.path for file in files):
+        # no half of a model stays; blobs of whole files do
+        for file in new:
             with suppress(OSError):
-                path.unlink(missing_ok=True)
-                os.removedirs(path.parent)  # and those above, up to one that isn't empty
+                file.unlink(missing_ok=True)
+                os.removedirs(file.parent)  # and those above, up to one that isn't empty
         if isinstance(error, FAILURES):
             raise _explain(name, error) from error
         raise
+    if name.revision != commit:
+        ref = Path(path.partition("/snapshots/")[0], "refs", name.revision)
+        with suppress(OSError):  # a cache for reading only
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit)
+    return path
 
 
 def public_name(name: str) -> str:
     """The name of a model or a data file without the folders of this machine: one of the hub as a
     run records it, with its commit; the last part of a path."""
     match = MODEL.fullmatch(name)
-    on_hub = name.startswith("hf://") or (match and re.fullmatch("[0-9a-f]{40}", match[2] or ""))
+    on_hub = name.startswith("hf://") or (match and re.fullmatch(COMMIT, match[2] or ""))
     return name if on_hub else os.path.basename(os.path.abspath(name))
 
 
@@ -230,16 +186,15 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
             raise UserError(
                 f"{url} is public; say --public if all may read these models, or name another"
             )
-        earlier = [
-            file
-            for file in hub.list_repo_files(repo)
-            if "/" not in file and any(fnmatch(file, pattern) for pattern in WRITTEN)
-        ]
         hub.upload_folder(
             repo_id=repo,
             folder_path=folder,
             commit_message="Models trained with splitppo",
-            delete_patterns=[escape(file) for file in earlier],
+            delete_patterns=[
+                escape(file)
+                for file in hub.list_repo_files(repo)
+                if "/" not in file and any(fnmatch(file, pattern) for pattern in WRITTEN)
+            ],
         )
     except FAILURES as error:
         cause = str(error).strip().partition("\n")[0]
@@ -252,41 +207,44 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
 
 def _explain(name: HubName, error: BaseException) -> UserError:
     """What huggingface_hub's error means for the user."""
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        return _explain(name, error.__cause__)  # of a request that failed
+    if isinstance(error.__cause__, errors.HTTPError) and not isinstance(error, errors.HTTPError):
+        error = error.__cause__  # of a request that failed
     hub = constants.ENDPOINT
     login = "set HF_TOKEN or run hf auth login"
     url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
     cause = str(error).strip().partition("\n")[0]
-    of_hub = (
-        (errors.GatedRepoError, "gated", f"ask for access at {url}, then {login}"),
+    full = any(f"(os error {number})" in str(error) for number in FULL)
+    meanings = (
         (
-            errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError,
-            "no such revision or folder there",
+            isinstance(error, errors.GatedRepoError),
+            "gated",
+            f"ask for access at {url}, then {login}",
+        ),
+        (
+            isinstance(error, errors.RevisionNotFoundError | errors.RemoteEntryNotFoundError),
+            "no such revision or file there",
             f"look at {url}/tree/main",
         ),
         (
-            errors.RepositoryNotFoundError,
+            isinstance(error, errors.RepositoryNotFoundError),
             f"{NO_FOLDER[name.kind]}no such {name.kind} at {hub}, or a private one",
             f"check the name, or {login}",
         ),
         (
-            errors.HTTPError,
+            isinstance(error, errors.HTTPError),
             f"{NO_FOLDER[name.kind]}{hub} doesn't give it ({type(error).__name__}: {cause})",
             "check the network, HF_ENDPOINT and HF_TOKEN, "
             "or set HF_HUB_OFFLINE=1 where the cache has it",
         ),
-    )
-    for kind, problem, remedy in of_hub:
-        if isinstance(error, kind):
-            return name.error(problem, remedy)
-    if getattr(error, "errno", None) or any(
-        f"(os error {number})" in str(error) for number in FULL
-    ):
-        return name.error(
+        (
+            full or getattr(error, "errno", None),
             f"{constants.HF_HUB_CACHE} can't be written to ({cause})",
             "free space there, or set HF_HOME to another folder",
-        )
-    return name.error(
-        f"fetching it failed ({cause})", "start again: files that are whole are not fetched twice"
+        ),
+        (
+            True,
+            f"fetching it failed ({cause})",
+            "start again: files that are whole are not fetched twice",
+        ),
     )
+    return name.error(*next(meaning for applies, *meaning in meanings if applies))

@@ -24,14 +24,15 @@ from transformers import PretrainedConfig
 from splitppo.config import LoraConfig
 from splitppo.config.toml import flag
 from splitppo.errors import UserError
-from splitppo.models.build import build
+from splitppo.models.build import build, matching
 from splitppo.models.cost import Cost
 from splitppo.models.hub import public_name
 from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
-from splitppo.models.sharding import bounds, gather_full, local
+from splitppo.models.sharding import bounds, described, gather_full, local
 from splitppo.models.stored import FLOATS, describe_kinds
-from splitppo.models.tensor import cut_adapter, parts_of
+from splitppo.models.tensor import cut_adapter
 from splitppo.models.trainable import Trainable
+from splitppo.models.weights import draw
 
 # compiled graphs of a layer: its kinds, by which adapters are on, by what needs gradients; the
 # compiler's own limit is 8
@@ -81,18 +82,111 @@ class Adapter(Trainable):
         layer = weight.removesuffix(".weight")
         return [f"{layer}.lora_{part}.{self.kind}.weight" for part in "AB"]
 
-    def prepare(self, model: nn.Module) -> None:
-        """Nothing: `add` chooses."""
+    def layers(self, model: nn.Module) -> list[str]:
+        """The linear layers that get adapters. Raises a UserError if a target matches none."""
+        names = [
+            hf_name(name)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and name.startswith(f"{model.base_model_prefix}.")
+            and not re.search(ADAPTER, f"{name}.weight")
+        ]
+        chosen = set()
+        for target in self.settings.targets or ("",):
+            named = f"targets={target}" if target else f"rank={self.settings.rank}"
+            chosen.update(matching(target, names, f"{self.kind}.lora.{named}", "linear layer"))
+        return [name for name in names if name in chosen]
 
     def add(self, model: nn.Module) -> None:
-        add(model, self)
+        """Freezes all but adapters and scalar head. Raises a UserError if a target matches no
+        layer, or peft is not installed."""
+        layers = self.layers(model)
+        rank = self.settings.rank
+        try:
+            import peft
+        except ImportError as error:
+            raise UserError(
+                f"{self.kind}.lora.rank={rank} needs peft; pip install 'splitppo[lora]'"
+            ) from error
+        settings = peft.LoraConfig(r=rank, lora_alpha=self.alpha, target_modules=layers)
+        peft.inject_adapter_in_model(settings, model, self.kind, low_cpu_mem_usage=True)
+        del cast(Any, model).peft_config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        for path, weight in model.named_parameters():
+            name = hf_name(path)
+            weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
+        for name in getattr(model, "float32", ()):
+            model.get_submodule(name).float()
+        for layer in layers:
+            cut_adapter(model, layer, self.pair(layer))
 
-    def read(self, model: nn.Module) -> None:
-        read(model, self)
+    def read(self, model: nn.Module, seed: int) -> None:
+        """Without a folder A is drawn as in peft, and B is 0."""
+        stored: Any = {}
+        if self.settings.path:
+            _, stored = open_adapter(Path(self.settings.path))
+        there = {*stored.keys()}
+        for name, weight in self.trained(model).items():
+            if (key := peft_name(name)) in there:
+                part = stored.get_slice(key)[bounds(model, name, weight) or ...]
+                local(weight).copy_(part)
+            elif matrix := re.search(ADAPTER, name):  # and not a head, which `fill` has drawn
+                inputs = described(model, name, weight).shape[-1]
+                std = (3 * inputs) ** -0.5 if matrix[1] == "A" else 0.0
+                local(weight).copy_(draw(model, name, weight, seed, std))
 
     def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
-        folder = start or self.settings.path
-        return check(Path(folder), config, self) if folder else []
+        """Raises a UserError if an adapter's folder is of another rank, scale, kind or base, or of
+        other layers, or has a setting that may change what it computes."""
+        if not (folder := start or self.settings.path):
+            return []
+        settings, stored = open_adapter(Path(folder))
+        setting = f"{self.kind}.lora"
+        for name, key, due in (
+            ("rank", "r", self.settings.rank),
+            ("alpha", "lora_alpha", self.alpha),
+        ):
+            if settings.get(key) != due:
+                raise UserError(
+                    f"{setting}.{name}={due}: the adapter in {folder} has {settings.get(key)}; "
+                    f"set {flag(f'{setting}.{name}')} {settings.get(key)}"
+                )
+        _check_harmless(Path(folder), settings)
+        model = build(config, self.kind)
+        self.add(model)
+        parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+        shapes = {name: part.get_shape() for name, part in parts.items()}
+        due = {peft_name(name): [*w.shape] for name, w in self.trained(model).items()}
+        # a head may be drawn
+        drawn = [name for name in map(peft_name, HEAD) if name in due and name not in shapes]
+        for name in sorted((due.keys() | shapes.keys()) - {*drawn}):
+            if (there := shapes.get(name)) != (here := due.get(name)):
+                raise UserError(
+                    f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
+                    f"{self.kind}.path={self.base} and {setting}.targets; it is an adapter of "
+                    "another base or of other targets: give those with which it was trained"
+                )
+        saved = settings.get("modules_to_save") or []
+        if saved and not any(f".{module}." in name for module in saved for name in shapes):
+            raise UserError(
+                f"{folder}: {SETTINGS} names {', '.join(saved)} among modules_to_save, and no "
+                "tensor is there; save the adapter again"
+            )
+        kinds = {name: part.get_dtype() for name, part in parts.items()}
+        for name in kinds:
+            if kinds[name] not in FLOATS:
+                raise UserError(
+                    f"{folder}: {name} is stored as {kinds[name]}; "
+                    f"save the adapter as one of {', '.join(FLOATS)}"
+                )
+        base = (stored.metadata() or {}).get("base")
+        if base and base != self.digest():
+            raise UserError(
+                f"{folder}: an adapter of another base than {self.kind}.path={self.base} "
+                f"({base} there, {self.digest()} here); give the base with which it was trained"
+            )
+        new = [f"its head starts new ({', '.join(drawn)})"] if drawn else []
+        return [f"adapter {folder}: {note}" for note in (*new, *describe_kinds(kinds))]
 
     def held_in(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -133,75 +227,47 @@ class Adapter(Trainable):
     def gather(
         self, model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        return gather_merged(model, named, dtype, adapter=self)
+        """As `gather_full`; weights with adapters are merged, and rounded to `dtype` once."""
+        every = weights_of(model)
+        small = {part: every[part] for name in named for part in self.pair(name) if part in every}
+        full = dict(gather_full(model, small, torch.float32))
+        scale = self.alpha / self.settings.rank
+        dtypes = [weight.dtype for name, weight in named.items() if self.pair(name)[0] in small]
+        exact = torch.promote_types(dtype, dtypes[0]) if dtypes else dtype
+        for name, weight in gather_full(model, named, exact):
+            pair = [full[part] for part in self.pair(name) if part in full]
+            yield name, (merge(weight, *pair, scale=scale) if pair else weight).to(dtype)
 
     def gather_files(self, model: nn.Module) -> dict[str, Tensor]:
-        return gather_trained(model, self)
+        """The whole adapters and head, by peft's names."""
+        gathered = gather_full(model, self.trained(model), torch.float32)
+        return {peft_name(name): tensor.cpu().clone() for name, tensor in gathered}
 
     def write(self, folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-        save(folder, model, self, tensors)
+        """A folder that peft loads; a value model's head is among its `modules_to_save`. What
+        identifies the base is in the metadata of the weights."""
+        import peft
+
+        layers = self.layers(model)
+        base, _, revision = public_name(self.base).partition("@")
+        settings = peft.LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.alpha,
+            target_modules=layers
+            if self.settings.targets
+            else sorted({layer.rpartition(".")[2] for layer in layers}),
+            modules_to_save=["score"] if self.kind == "value" else None,
+            base_model_name_or_path=base,
+            revision=revision or None,
+            inference_mode=True,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        settings.save_pretrained(folder)
+        save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": self.digest()})
         return [*FILES]
 
     def summary(self) -> dict[str, Any]:
         return {"lora_rank": self.settings.rank, "lora_alpha": self.alpha}
-
-
-def add(model: nn.Module, adapter: Adapter) -> None:
-    """Adds adapters to a model on the meta device, in place, after its layers are cut for a
-    tensor-parallel set and before it is sharded. Freezes all but adapters and scalar head. Raises a
-    UserError if a target matches no layer, or peft is not installed."""
-    layers = targets(model, adapter)
-    peft = import_peft(f"{adapter.kind}.lora.rank={adapter.settings.rank}")
-    settings = peft.LoraConfig(
-        r=adapter.settings.rank, lora_alpha=adapter.alpha, target_modules=layers
-    )
-    peft.inject_adapter_in_model(settings, model, adapter.kind, low_cpu_mem_usage=True)
-    del cast(Any, model).peft_config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
-    for path, weight in model.named_parameters():
-        name = hf_name(path)
-        weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
-    for name in getattr(model, "float32", ()):
-        model.get_submodule(name).float()
-    for layer in layers if parts_of(model).ranks else ():
-        cut_adapter(model, layer, adapter.pair(layer))
-
-
-def targets(model: nn.Module, adapter: Adapter) -> list[str]:
-    """The linear layers that get adapters. Raises a UserError if a target matches none."""
-    body = f"{model.base_model_prefix}."
-    layers = [
-        hf_name(name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.startswith(body)
-        and not re.search(ADAPTER, f"{name}.weight")
-    ]
-    chosen = set()
-    for target in adapter.settings.targets or ("",):
-        named = f"targets={target}" if target else f"rank={adapter.settings.rank}"
-        where = f"{adapter.kind}.lora.{named}"
-        try:
-            matched = [layer for layer in layers if re.search(target, layer)]
-        except re.error as error:
-            raise UserError(f"{where} is no regular expression ({error}); correct it") from error
-        if not matched:
-            names = f"their names are like {', '.join(layers[:3])}"
-            raise UserError(
-                f"{where} matches no linear layer of type {cast(Any, model).config.model_type!r}; "
-                f"{names if layers else 'train it whole'}"
-            )
-        chosen.update(matched)
-    return [layer for layer in layers if layer in chosen]
-
-
-def import_peft(setting: str) -> Any:
-    """The library. Raises a UserError that begins with `setting` if it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(f"{setting} needs peft; pip install 'splitppo[lora]'") from error
-    return peft
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
@@ -209,50 +275,9 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
 
 
-def gather_merged(
-    model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype, *, adapter: Adapter
-) -> Iterator[tuple[str, Tensor]]:
-    """As `gather_full`; weights with adapters are merged, and rounded to `dtype` once."""
-    every = weights_of(model)
-    small = {part: every[part] for name in named for part in adapter.pair(name) if part in every}
-    full = dict(gather_full(model, small, torch.float32))
-    scale = adapter.alpha / adapter.settings.rank
-    dtypes = [weight.dtype for name, weight in named.items() if adapter.pair(name)[0] in small]
-    exact = torch.promote_types(dtype, dtypes[0]) if dtypes else dtype
-    for name, weight in gather_full(model, named, exact):
-        pair = [full[part] for part in adapter.pair(name) if part in full]
-        yield name, (merge(weight, *pair, scale=scale) if pair else weight).to(dtype)
-
-
 def peft_name(name: str) -> str:
     """A weight's name in an adapter's folder."""
     return "base_model.model." + re.sub(ADAPTER, r".lora_\1.", name)
-
-
-def gather_trained(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
-    """The whole adapters and head, by peft's names, in host memory; all ranks call it."""
-    gathered = gather_full(model, adapter.trained(model), torch.float32)
-    return {peft_name(name): tensor.cpu().clone() for name, tensor in gathered}
-
-
-def save(folder: Path, model: nn.Module, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a folder that peft loads; a value model's head is among its `modules_to_save`. What
-    identifies the base is in the metadata of the weights."""
-    layers = targets(model, adapter)
-    ends = sorted({layer.rpartition(".")[2] for layer in layers})
-    base, _, revision = public_name(adapter.base).partition("@")
-    settings = import_peft("an adapter").LoraConfig(
-        r=adapter.settings.rank,
-        lora_alpha=adapter.alpha,
-        target_modules=layers if adapter.settings.targets else ends,
-        modules_to_save=["score"] if adapter.kind == "value" else None,
-        base_model_name_or_path=base,
-        revision=revision or None,
-        inference_mode=True,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    settings.save_pretrained(folder)
-    save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": adapter.digest()})
 
 
 def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
@@ -268,53 +293,7 @@ def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
         ) from error
 
 
-def check(folder: Path, config: PretrainedConfig, adapter: Adapter) -> list[str]:
-    """Raises a UserError if an adapter's folder is of another rank, scale, kind or base than
-    `adapter`, or of other layers. Returns what the user should know of it."""
-    settings, stored = open_adapter(folder)
-    setting = f"{adapter.kind}.lora"
-    for name, key, due in (
-        ("rank", "r", adapter.settings.rank),
-        ("alpha", "lora_alpha", adapter.alpha),
-    ):
-        if settings.get(key) != due:
-            raise UserError(
-                f"{setting}.{name}={due}: the adapter in {folder} has {settings.get(key)}; "
-                f"set {flag(f'{setting}.{name}')} {settings.get(key)}"
-            )
-    _check_settings(folder, settings)
-    model = build(config, adapter.kind)
-    add(model, adapter)
-    parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-    shapes = {name: part.get_shape() for name, part in parts.items()}
-    due = {peft_name(name): [*w.shape] for name, w in adapter.trained(model).items()}
-    # a head may be drawn
-    drawn = [name for name in map(peft_name, HEAD) if name in due and name not in shapes]
-    for name in sorted((due.keys() | shapes.keys()) - {*drawn}):
-        if (there := shapes.get(name)) != (here := due.get(name)):
-            raise UserError(
-                f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
-                f"{adapter.kind}.path={adapter.base} and {setting}.targets; it is an adapter of "
-                "another base or of other targets: give those with which it was trained"
-            )
-    saved = settings.get("modules_to_save") or []
-    if saved and not any(f".{module}." in name for module in saved for name in shapes):
-        raise UserError(
-            f"{folder}: {SETTINGS} names {', '.join(saved)} among modules_to_save, and no tensor "
-            "is there; save the adapter again"
-        )
-    kinds = _kinds_of(folder, parts)
-    base = (stored.metadata() or {}).get("base")
-    if base and base != adapter.digest():
-        raise UserError(
-            f"{folder}: an adapter of another base than {adapter.kind}.path={adapter.base} "
-            f"({base} there, {adapter.digest()} here); give the base with which it was trained"
-        )
-    new = [f"its head starts new ({', '.join(drawn)})"] if drawn else []
-    return [f"adapter {folder}: {note}" for note in (*new, *describe_kinds(kinds))]
-
-
-def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+def _check_harmless(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises a UserError if a setting of peft may change what an adapter computes."""
     for name, value in settings.items():
         if name not in FREE and value not in HARMLESS.get(name, OFF):
@@ -324,42 +303,14 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _kinds_of(folder: Path, parts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Type -> an adapter's tensors of that type. Raises a UserError if one is no float."""
-    kinds: dict[str, list[str]] = {}
-    for name, part in parts.items():
-        kinds.setdefault(part.get_dtype(), []).append(name)
-    if wrong := [kind for kind in kinds if kind not in FLOATS]:
-        raise UserError(
-            f"{folder}: {kinds[wrong[0]][0]} is stored as {wrong[0]}; "
-            f"save the adapter as one of {', '.join(FLOATS)}"
-        )
-    return kinds
-
-
-def read(model: nn.Module, adapter: Adapter) -> None:
-    """Fills the adapters of a sharded model, and a head if it is there, from the folder to start
-    from, if one is set; each rank reads its shards."""
-    if adapter.settings.path is None:
-        return
-    _, stored = open_adapter(Path(adapter.settings.path))
-    there = {*stored.keys()}
-    for name, weight in adapter.trained(model).items():
-        if (key := peft_name(name)) in there:
-            part = stored.get_slice(key)[bounds(model, name, weight) or ...]
-            local(weight).copy_(part)
-
-
 def merge_into(model: nn.Module, folder: Path) -> None:
     """Merges the adapters of a folder into a model in host memory, and takes a head from it."""
     settings, stored = open_adapter(folder)
-    scale = settings["lora_alpha"] / settings["r"]
-    there = {*stored.keys()}
+    tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     for name, parameter in weights_of(model).items():
         weight = parameter.detach()
         layer = peft_name(name).removesuffix("weight")
-        if f"{layer}lora_A.weight" in there:
-            pair = (stored.get_tensor(f"{layer}lora_{part}.weight") for part in "AB")
-            weight.copy_(merge(weight, *pair, scale=scale))
-        elif peft_name(name) in there:
-            weight.copy_(stored.get_tensor(peft_name(name)))
+        pair = [tensors[key] for part in "AB" if (key := f"{layer}lora_{part}.weight") in tensors]
+        if pair:
+            weight.copy_(merge(weight, *pair, scale=settings["lora_alpha"] / settings["r"]))
+        weight.copy_(tensors.get(peft_name(name), weight))

@@ -31,6 +31,12 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {hf_name(path): parameter for path, parameter in model.named_parameters()}
 
 
+def own_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters without those that training adds to the model."""
+    every = weights_of(model)
+    return {name: weight for name, weight in every.items() if not re.search(ADAPTER, name)}
+
+
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are saved with the weights, by name."""
     saved = {hf_name(path) for path in model.state_dict()}
@@ -73,15 +79,14 @@ def find_sources(model: Any, folder: str, shapes: Mapping[str, Sequence[int]]) -
     merges = [part for part in conversions if isinstance(part, WeightConverter)]
     renames = [part for part in conversions if part not in merges]
     ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
-    known = dict.fromkeys([*weights_of(model), *ties, *buffers_of(model)], True)
+    known = dict.fromkeys([*own_weights(model), *ties, *buffers_of(model)], True)
     modules = {
         part.split(".")[0]
         for name in known
         for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
     }
     made_of: dict[str, tuple[str, ...]] = {}
-    unexpected: list[str] = []
-    unused: list[str] = []
+    others: dict[bool, list[str]] = {True: [], False: []}  # by whether they are of a module
     for source in shapes:
         name, merged = rename_source_key(source, renames, merges, model.base_model_prefix, known)
         if merged:
@@ -98,20 +103,18 @@ def find_sources(model: Any, folder: str, shapes: Mapping[str, Sequence[int]]) -
             )
         if name in known:
             made_of[name] = (source,)
-        elif source.endswith(SCALE) and source.removesuffix(SCALE) in shapes:
-            continue  # it is read with its weight
-        elif name.split(".")[0] in modules and not re.search("|".join(ignored), name):
-            unexpected.append(source)
-        else:
-            unused.append(source)
+        # a scale is read with its weight
+        elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
+            of_module = name.split(".")[0] in modules and not re.search("|".join(ignored), name)
+            others[of_module].append(source)
+    unused = others[False]
     if HEAD[0] in known and HEAD[0] not in made_of:
         width = model.get_parameter(HEAD[0]).shape[-1]
-        for name, source in find_head({name: shapes[name] for name in unused}, width).items():
-            if name in known:
-                made_of[name] = (source,)
-                unused.remove(source)
+        head = find_head({name: shapes[name] for name in unused}, width)
+        made_of |= {name: (source,) for name, source in head.items() if name in known}
+        unused = [source for source in unused if (source,) not in made_of.values()]
     tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
-    return Sources(tied | made_of, unexpected, unused)
+    return Sources(tied | made_of, others[True], unused)
 
 
 def find_head(shapes: Mapping[str, Sequence[int]], width: int) -> dict[str, str]:
@@ -119,14 +122,15 @@ def find_head(shapes: Mapping[str, Sequence[int]], width: int) -> dict[str, str]
     (`value_head.weight`, `v_head.summary.weight`, an output layer of one row): name in `HEAD` ->
     tensor. {} if there is none, or it is not alone, as in a head of several layers."""
     rows = [name for name, shape in shapes.items() if [*shape] == [1, width]]
-    if len(rows) != 1 or not rows[0].endswith(".weight"):
+    if len(rows) != 1:
         return {}
-    weight = rows[0]
-    bias = weight.removesuffix("weight") + "bias"
-    head = [name for name in shapes if name.split(".")[0] == weight.split(".")[0]]
-    if bias in head and [*shapes[bias]] == [1]:
-        return dict(zip(HEAD, (weight, bias), strict=True)) if len(head) == 2 else {}
-    return {HEAD[0]: weight} if len(head) == 1 else {}
+    stem = rows[0].removesuffix("weight")
+    due = {f"{stem}weight": [1, width], f"{stem}bias": [1]}
+    head = {n: [*shape] for n, shape in shapes.items() if n.split(".")[0] == stem.split(".")[0]}
+    alone = all(due.get(name) == shape for name, shape in head.items())
+    return {
+        name: tensor for name, tensor in zip(HEAD, due, strict=True) if tensor in head and alone
+    }
 
 
 def shorten_names(names: Iterable[str]) -> str:

@@ -4,7 +4,8 @@ over."""
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +17,13 @@ from splitppo.errors import UserError
 from splitppo.models.build import SCALE, folder_error
 from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
-    ADAPTER,
     HEAD,
     buffers_of,
     find_sources,
     hf_name,
+    own_weights,
     shorten_names,
     ties_of,
-    weights_of,
 )
 from splitppo.models.sharding import described
 
@@ -59,13 +59,10 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
     reads; and the names of the folder's other safetensors files and index."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    places: dict[str, str] = {}
-    if not single.is_file() and index.is_file():
+    read = {single.name}
+    if index.is_file() and not single.is_file():
         try:
-            places = {
-                name: str(file)
-                for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
+            read = {index.name, *map(str, json.loads(index.read_text())["weight_map"].values())}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is broken ({type(error).__name__}: {error}); fetch it again"
@@ -76,39 +73,31 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
             "no model.safetensors",
             "load it with transformers and save_pretrained it, which writes one",
         )
-    files = sorted({*places.values()}) or [single.name]
     held: dict[str, str] = {}
-    opened = {file: _open(folder / file) for file in files}
-    for file, tensors in opened.items():
+    opened: dict[str, Any] = {}
+    for file in sorted(read - {index.name}):
+        try:
+            tensors = safe_open(folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{folder / file} can't be read as a safetensors file ({error}); fetch it again"
+            ) from error
         for name in tensors.keys():  # noqa: SIM118
             if name in held:
                 raise folder_error(
                     folder, f"weight {name} is in {held[name]} and in {file}", "fetch it again"
                 )
             held[name] = file
-    for name, file in places.items():
-        if held.get(name) != file:
-            raise folder_error(
-                folder, f"weight {name} is not in {file}, against {index.name}", "fetch it again"
-            )
-    read = {*files, *[index.name] * bool(places)}
-    others = sorted({path.name for path in folder.glob("*.safetensors*")} - read)
-    return {name: opened[file] for name, file in held.items()}, others
+            opened[name] = tensors
+    return opened, sorted({path.name for path in folder.glob("*.safetensors*")} - read)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} can't be read as a safetensors file ({error}); fetch it again"
-        ) from error
-
-
-def describe_kinds(kinds: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names the tensors of another type than most. `kinds`: type -> tensors."""
-    by_number = sorted(kinds.items(), key=lambda item: -len(item[1]))
-    return [f"stored as {kind}: {shorten_names(names)}" for kind, names in by_number[1:]]
+def describe_kinds(kinds: Mapping[str, str]) -> list[str]:
+    """Names the tensors of another type than most. `kinds`: tensor -> its type."""
+    return [
+        f"stored as {kind}: {shorten_names(name for name in kinds if kinds[name] == kind)}"
+        for kind, _ in Counter(kinds.values()).most_common()[1:]
+    ]
 
 
 class StoredWeights:
@@ -118,10 +107,11 @@ class StoredWeights:
         self.folder = folder
         self.model = model
         self.files, self.other_files = _open_files(Path(folder))
-        self.parameters = weights_of(model)
+        self.parameters = own_weights(model)
         self.buffers = buffers_of(model)
         shapes = {name: self._slice(name).get_shape() for name in self.files}
         self.sources = find_sources(model, folder, shapes)
+        self.blocks = fp8_blocks(folder)
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
@@ -130,7 +120,7 @@ class StoredWeights:
         for name, tensor in (self.parameters | self.buffers).items():
             if name in self.sources.made_of:
                 self._check_stored(name, tensor)
-            elif name not in optional and not re.search(ADAPTER, name):
+            elif name not in optional:
                 raise folder_error(
                     self.folder,
                     f"no weight {name} in its safetensors",
@@ -156,7 +146,11 @@ class StoredWeights:
             )
         allowed = FLOATS if tensor.is_floating_point() else WHOLE
         if stored + SCALE in self.files:
-            allowed = (FP8,) if self._block(stored) else ()
+            scales = self._slice(stored + SCALE)
+            pairs = zip(shape, self.blocks or shape, strict=False)
+            grid = [math.ceil(size / block) for size, block in pairs]
+            fits = scales.get_shape() in ((grid,) if self.blocks else (grid, []))
+            allowed = (FP8,) if fits and scales.get_dtype() in FLOATS else ()
         if kind not in allowed:
             raise folder_error(
                 self.folder,
@@ -164,64 +158,34 @@ class StoredWeights:
                 f"use a folder of {', '.join(FLOATS)} weights",
             )
 
-    def _block(self, stored: str) -> list[int]:
-        """Rows and columns of an FP8 weight that have a scale in common: by config.json, or by the
-        number of scales, as in transformers. [] if its scales can't be read."""
-        shape = self._slice(stored).get_shape()
-        scales = self._slice(stored + SCALE)
-        grid = scales.get_shape() or [1] * len(shape)
-        if len(grid) != len(shape) or scales.get_dtype() not in FLOATS:
-            return []
-        block = fp8_blocks(self.folder) or shape
-        if grid == [math.ceil(size / part) for size, part in zip(shape, block, strict=False)]:
-            return block
-        if any(size % parts for size, parts in zip(shape, grid, strict=True)):
-            return []
-        return [size // parts for size, parts in zip(shape, grid, strict=True)]
-
     def notes(self) -> list[str]:
-        """What the user should know of weights that can be read: which tensors are not used, and
-        what starts new."""
+        """What the user should know of weights that can be read: which tensors are not used, which
+        are FP8 or of another type than most, and what starts new."""
         read = self.sources.made_of
         notes = []
-        if HEAD[0] in self.parameters:
-            head = read.get(HEAD[0], ("",))[0]
-            missing = [name for name in HEAD if name in self.parameters and name not in read]
-            if head and head != HEAD[0]:
-                notes.append(f"its head is {head}")
-            if missing:
-                notes.append(
-                    f"{'a part of ' * bool(head)}the head starts new ({', '.join(missing)})"
-                )
+        if (head := read.get(HEAD[0], HEAD)[0]) != HEAD[0]:
+            notes.append(f"its head is {head}")
+        if missing := [name for name in HEAD if name in {*self.parameters} - {*read}]:
+            notes.append(f"the head starts new ({', '.join(missing)})")
         if unused := [*self.sources.unused, *self.other_files]:
             notes.append(f"not used: {shorten_names(unused)}")
         if missing := [name for name in self.buffers if name not in read]:
             notes.append(f"not there, so they start new: {shorten_names(missing)}")
-        return [*notes, *self._kinds()]
-
-    def _kinds(self) -> list[str]:
-        """Which weights are FP8, and which are of another type than most."""
-        kinds: dict[str, list[str]] = {}
-        for name in dict.fromkeys(stored for (stored,) in self.sources.made_of.values()):
-            kinds.setdefault(self._slice(name).get_dtype(), []).append(name)
-        notes = []
-        if fp8 := kinds.pop(FP8, []):
+        kinds = {stored: self._slice(stored).get_dtype() for (stored,) in read.values()}
+        if fp8 := [stored for stored in kinds if kinds[stored] == FP8]:
             notes.append(f"{len(fp8)} weights are FP8 and are read as floats (dequantized)")
-            stated = fp8_blocks(self.folder)
-            odd = [name for name in fp8 if stated and self._block(name) != stated]
-            if odd:
-                notes.append(f"not in blocks of {stated}: the scales of {shorten_names(odd)}")
-            for scale in (name + SCALE for name in fp8):
-                kinds.setdefault(self._slice(scale).get_dtype(), []).append(scale)
-        return [*notes, *describe_kinds(kinds)]
+        plain = {stored: kind for stored, kind in kinds.items() if kind != FP8}
+        scales = {stored + SCALE: self._slice(stored + SCALE).get_dtype() for stored in fp8}
+        return [*notes, *describe_kinds(plain | scales)]
 
     def check_moments(self) -> None:
         """Raises a UserError if a trained head's outputs are meant to be normalised by numbers that
         the folder has beside it, in config.json or as tensors."""
         if HEAD[0] not in self.sources.made_of:
             return
-        config = cast(Any, self.model).config
-        fields = [name for name in vars(config) if re.fullmatch(MOMENTS, name)]
+        fields = [
+            name for name in vars(cast(Any, self.model).config) if re.fullmatch(MOMENTS, name)
+        ]
         numbers = [
             name
             for name in self.sources.unused
@@ -240,13 +204,11 @@ class StoredWeights:
         doesn't tie these."""
         for tied in ties_of(self.model).items():
             made_of = self.sources.made_of
-            stored = [source for path in tied for source in made_of.get(hf_name(path), ())]
-            if len(set(stored)) == 2 and not torch.equal(
-                *(self._slice(name)[:] for name in stored)
-            ):
+            stored = {source for path in tied for source in made_of.get(hf_name(path), ())}
+            if len(stored) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
                 raise folder_error(
                     self.folder,
-                    f"config.json ties {' and '.join(stored)}, which differ",
+                    f"config.json ties {' and '.join(sorted(stored))}, which differ",
                     "set tie_word_embeddings to false there, or drop the weight that is not used",
                 )
 
@@ -258,7 +220,7 @@ class StoredWeights:
         weight = self._slice(stored)[:].float()
         scales = self._slice(stored + SCALE)[:].float()
         scales = scales.reshape(scales.shape or (1,) * weight.ndim)
-        for dim, size in enumerate(self._block(stored)):
+        for dim, size in enumerate((self.blocks or weight.shape)[: weight.ndim]):
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         return (weight * scales)[where]
 

@@ -36,8 +36,8 @@ class Trainable:
         """Adds the modules that training needs, after the layers are cut for a tensor-parallel
         group and before the model is sharded."""
 
-    def read(self, model: nn.Module) -> None:
-        """Fills what `add` added, after the model's own weights."""
+    def read(self, model: nn.Module, seed: int) -> None:
+        """Fills what `add` added, after the model's own weights. What no folder has is drawn."""
 
     def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
         """Raises UserError if training can't start from the folder `start`, by default the one that

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from splitppo.models.build import Kind, build, check_type, folder_error, on_meta
 from splitppo.models.heads import ValueModel
-from splitppo.models.names import ADAPTER, HEAD, buffers_of, of_classifier, ties_of, weights_of
+from splitppo.models.names import HEAD, buffers_of, of_classifier, own_weights, ties_of
 from splitppo.models.older import complete
 from splitppo.models.sharding import bounds, described, local
 from splitppo.models.stored import HEADED, StoredWeights
@@ -79,20 +79,15 @@ def fill(
     weights = None if random_init else StoredWeights(folder, model)
     if weights:
         weights.check()
-    for name, parameter in weights_of(model).items():
+    for name, parameter in own_weights(model).items():
         if weights and name in weights.sources.made_of:
             value = weights.read(name, bounds(model, name, parameter))
         else:
             of_head = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
             own_head = isinstance(model, HEADED) and name in HEAD
             std = of_head if own_head else getattr(model.config, "initializer_range", 0.02)
-            if adapter := re.search(ADAPTER, name):
-                # of A as in peft, by the whole weight's inputs; B is 0
-                inputs = described(model, name, parameter).shape[-1]
-                std = (3 * inputs) ** -0.5 if adapter[1] == "A" else 0.0
-            value = _draw(model, name, parameter, seed, std)
-        with torch.no_grad():
-            local(parameter).copy_(value)
+            value = draw(model, name, parameter, seed, std)
+        local(parameter).copy_(value)
     if weights:
         weights.read_buffers()
 
@@ -159,7 +154,7 @@ def save_trained(
     partial.rename(folder)
 
 
-def _draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
+def draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:
     """This rank's part of a random tensor. The whole is drawn from the name and the seed, whatever
     the sharding."""
     shard = local(parameter)

@@ -364,7 +364,7 @@ class Builder:
             seed=config.seed,
         )
         for trainable in trainables:
-            trainable.read(model)
+            trainable.read(model, config.seed)
         if shares:
             self.shared = model
         return model

@@ -285,10 +285,10 @@ def configure(folder: Path, **settings: Any) -> None:
 
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> None:
-    """As the published FP8 models are: matrices of layers in blocks, each with the inverse of its
-    scale."""
+    """As the published FP8 models are: matrices of layers in blocks of 16, each with the inverse of
+    its scale."""
     for name in [name for name in weights if name.endswith("_proj.weight")]:
-        blocks = weights[name].view(2, weights[name].shape[0] // 2, 2, weights[name].shape[1] // 2)
+        blocks = weights[name].unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
         scale = blocks.abs().amax(dim=(1, 3)) / 448
         weights[f"{name}_scale_inv"] = scale
         weights[name] = (
@@ -299,11 +299,7 @@ def in_fp8(weights: dict[str, torch.Tensor]) -> None:
 def dequantized(weights: dict[str, torch.Tensor]) -> None:
     for name in [name for name in weights if name.endswith("_scale_inv")]:
         main, scale = name.removesuffix("_scale_inv"), weights.pop(name)
-        blocks = (
-            weights[main]
-            .float()
-            .view(2, weights[main].shape[0] // 2, 2, weights[main].shape[1] // 2)
-        )
+        blocks = weights[main].float().unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
         weights[main] = (blocks * scale[:, None, :, None]).view(weights[main].shape)
 
 

@@ -51,7 +51,7 @@ MISTAKES = {
     ),
     "no such model folder": (f"{TRAIN} --policy.path ./models/mine", ["./models/mine", "folder"]),
     "a folder that is no model": (f"{TRAIN} --policy.path empty", ["empty", "config.json"]),
-    "a LoRA adapter": (f"{TRAIN} --policy.path adapter", ["adapter", "LoRA", "merge"]),
+    "a LoRA adapter": (f"{TRAIN} --policy.path adapter", ["adapter", "LoRA", "--policy.lora.path"]),
     "a quantized model": (f"{TRAIN} --policy.path quantized", ["quantized", "awq", "dequantize"]),
     "no such data file": (f"{TRAIN} --data.files nowhere.jsonl", ["nowhere.jsonl", "no such file"]),
     "a table of another kind": (

@@ -194,7 +194,7 @@ EARLY = [
     placement.mode=colocated, or give them a reward.model, or the reference of
 --value.layers=3 => value.layers=3: tiny has 2; use at most 2
 --value.freeze nowhere => value.freeze=nowhere matches no weight; their names are like
---value.freeze '(' --steps=3 => '(' is no regular expression ... correct it
+--value.freeze '(' --steps=3 => value.freeze=( is no regular expression ... correct it
 --policy.freeze body embeddings =>
     policy.freeze=body embeddings leaves no weight to train; name fewer
 --ppo.critic-warmup=3 --steps=3 =>
@@ -344,8 +344,8 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --value.path={d}/narrow --value.random-init =>
     value.path={d}/narrow: its vocabulary of 50 ... (83)
 --policy.path={d}/adapter =>
-    model folder {d}/adapter: a LoRA adapter; this ... merge it into its base
---value.path={d}/adapter => model folder {d}/adapter: a LoRA adapter
+    model folder {d}/adapter: no config.json there; ... a LoRA adapter goes to --policy.lora.path
+--value.path={d}/adapter => model folder {d}/adapter: no config.json there
 --policy.path={d}/experts =>
     'mixtral' is not dense: mixtures of experts are not ... choose another policy
 --policy.path={d}/index =>
@@ -381,16 +381,16 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 # reward models
 --reward.model={d}/none => reward.model={d}/none: no such folder
 --reward.model={d}/no_value =>
-    reward.model={d}/no_value: no sequence classification of type 'mamba'; use
+    model folder {d}/no_value: type 'mamba' is not a sequence classification; choose
 --reward.model={d}/model =>
     {d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name a
     sequence-class
---reward.model={d}/two => reward.model={d}/two: it gives 2 numbers a text ... num_labels 1 in its
+--reward.model={d}/two => model folder {d}/two: type ... has num_labels 2; choose
 --policy.path={d}/headless =>
     headless: it is a model that scores texts by its config.json (LlamaForSequenceClassification);
     name a
 --reference.path={d}/two --ppo.kl-coef=0.1 => {d}/two: it is a model that scores texts
---reward.model={d}/adapter => model folder {d}/adapter: a LoRA adapter
+--reward.model={d}/adapter => model folder {d}/adapter: no config.json there
 --reward.model={d}/judge => model folder {d}/judge: no model.safetensors; load it
 --reward.model={d}/judge --reward.model-random-init =>
     model folder {d}/judge: no tokenizer there; save
