@@ -36,6 +36,11 @@ class MicroBatch:
     chosen: Tensor  # `[N]` int64, as `before`, in the ids of all ranks of the set
     sequence: SequenceSet | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Ids of the batch on all ranks of the set, padding counted."""
+        return self.inputs["input_ids"].numel() * (self.sequence.size if self.sequence else 1)
+
     def join(self, piece: Tensor) -> Tensor:
         """What is computed of this rank's response tokens, as `before`, to `[N]` of all."""
         if self.sequence is None:

@@ -156,6 +156,8 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
             need = f"of one number a text: config.json has num_labels {config.num_labels}"
     elif not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
+    elif kind == "policy" and re.search("Classification|Reward", str(config.architectures)):
+        need = "a causal language model: it scores texts, by its architectures in config.json"
     elif config.get_text_config(decoder=True) is not config:
         need = "a model of text alone: models of pictures or sound are not in this version"
     elif any(getattr(config, name, None) for name in EXPERTS):

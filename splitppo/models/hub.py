@@ -18,7 +18,7 @@ from huggingface_hub.utils import WeakFileLock, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
 from splitppo.job.launch import ERROR_FILE
-from splitppo.models.older import WRITTEN
+from splitppo.models.tokenizer import WRITTEN
 
 # of a model: the files beside config.json, and only one format of the weights
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors")

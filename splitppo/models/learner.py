@@ -10,16 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from splitppo import algo
 from splitppo.config import Config, Offload, OptimConfig
-from splitppo.models.attention import is_packed
-from splitppo.models.batching import (
-    ROUND,
-    Cut,
-    Fields,
-    MicroBatch,
-    MiniBatches,
-    dummy_rollout,
-    to_device,
-)
+from splitppo.models.batching import Cut, Fields, MicroBatch, MiniBatches, dummy_rollout, to_device
 from splitppo.models.names import buffers_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
@@ -167,7 +158,8 @@ class Learner:
         )
         pieces = {name: packed.split(rollout.sequence_lengths) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
-        work_metrics = self._work_metrics(rollout, plans, epochs)
+        tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
+        busiest = sum(self.runner.group.all_max(tokens))
         sums = []
         norms = []
         self.shards.fetch()
@@ -177,19 +169,25 @@ class Learner:
                 norms.append(self._optimizer_step())
         self.updates += 1
         self.release_memory(changed=True)
-        steps = [
-            {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
-            for norm in map(float, norms)
-        ]
+        if not sums:
+            return []
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
-        totals = (
-            self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
-            if parts
-            else []
-        )
-        means = [dict(zip(sums[0], row, strict=True)) for row in totals]
-        return [mean | step | work_metrics for mean, step in zip(means, steps, strict=True)]
+        rows = self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+        steps = [dict(zip(sums[0], row, strict=True)) for row in rows]
+        trained = sum(step.pop("tokens") for step in steps)
+        run = sum(step.pop("run") for step in steps)
+        mean = trained / epochs / self.runner.group.dp_size
+        sequence = sequence_of(self.model)
+        work = {
+            "padding": 1 - trained / run,
+            "imbalance": busiest / mean - 1,
+            "update_tflop": 1e-12 * self.flops * mean / (sequence.size if sequence else 1) * epochs,
+        }
+        return [
+            step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work
+            for step, norm in zip(steps, map(float, norms), strict=True)
+        ]
 
     def sharded(
         self, select: Callable[[nn.Module], dict[str, nn.Parameter]] | None = None
@@ -251,29 +249,6 @@ class Learner:
         plans = [[[mini_batches[i][k] for k in micro] for micro in cuts[i]] for i in trained]
         return plans, [totals[i] for i in trained]
 
-    def _work_metrics(self, rollout: Rollout, plans: list[Cut], epochs: int) -> dict[str, float]:
-        group = self.runner.group
-        sequence = sequence_of(self.model)
-        pieces = sequence.size if sequence else 1
-        unit = ROUND * pieces
-        packed = is_packed(self.model)
-        whole = rollout.totals
-        filled = [[whole[i] for i in rows] for plan in plans for rows in plan if rows]
-        run = sum(
-            -(-sum(rows) // unit) * unit if packed else len(rows) * max(rows) for rows in filled
-        )
-        tokens = [sum(whole[i] for micro in plan for i in micro) for plan in plans]
-        all_tokens, all_run = group.all_sum(torch.tensor([float(sum(tokens)), float(run)])).tolist()
-        most = sum(group.all_max(tokens))
-        mean = all_tokens / group.dp_size
-        if not all_run:
-            return {}
-        return {
-            "padding": 1 - all_tokens / all_run,
-            "imbalance": most / mean - 1,
-            "update_tflop": 1e-12 * self.flops * mean / pieces * epochs,
-        }
-
     def _accumulate(
         self,
         rollout: Rollout,
@@ -302,6 +277,9 @@ class Learner:
             fraction = batch.lengths.sum() / total[1]
             parts = {name: value * fraction for name, value in metrics.items()}
             parts["loss"] = loss.detach()
+            # of a rank without rows, a dummy batch counts as none
+            parts["tokens"] = sum(rollout.totals[i] for i in rows)
+            parts["run"] = batch.tokens if rows else 0
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         if self.gather_once:
             shard_again(self.model)

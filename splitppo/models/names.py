@@ -143,17 +143,3 @@ def shorten_names(names: Iterable[str]) -> str:
         f"{pattern} ({len(same)})" if len(same) > 3 else ", ".join(same)
         for pattern, same in alike.items()
     )
-
-
-def of_classifier(classifier: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A value model's weights by the names of transformers' classifier of the type, whose head has
-    another name."""
-    head = next(
-        name
-        for name in classifier.state_dict()
-        if not name.startswith(f"{classifier.base_model_prefix}.")
-    )
-    return {
-        re.sub(r"^score(?=\.)", head.rpartition(".")[0], name): weight
-        for name, weight in weights.items()
-    }

@@ -1,6 +1,7 @@
 """Weights: read from a folder's safetensors files shard by shard, checked against the model,
 written again."""
 
+import json
 import re
 import shutil
 import zlib
@@ -14,26 +15,19 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from splitppo.models.build import Kind, build, check_type, folder_error, on_meta
+from splitppo.models.build import Kind, build, check_type, folder_error, on_meta, read_config
 from splitppo.models.heads import ValueModel
-from splitppo.models.names import HEAD, buffers_of, of_classifier, own_weights, ties_of
-from splitppo.models.older import complete
+from splitppo.models.names import HEAD, own_weights, ties_of
 from splitppo.models.sharding import bounds, described, local
 from splitppo.models.stored import HEADED, StoredWeights
+from splitppo.models.tokenizer import TOKENIZER_FILES
 
-# a model's kind -> architectures in config.json that are another kind's, what they are, what to do
-OTHERS = {
-    "policy": (
-        "Classification|Reward",
-        "a model that scores texts",
-        "name a causal language model",
-    ),
-    "reward": (
-        "CausalLM|LMHead",
-        "a causal language model",
-        "name a sequence-classification model with one label, which scores texts",
-    ),
-}
+# of a written config.json never as before: the precision; code and quantization, which are not
+# read; `id2label` counts; the folder of somebody's machine
+CHANGED = (
+    *("dtype", "torch_dtype", "auto_map", "quantization_config", "num_labels"),
+    "_name_or_path",
+)
 
 
 def check_folder(
@@ -41,10 +35,6 @@ def check_folder(
 ) -> list[str]:
     """Raises a UserError if no such model can be built or, without `random_init`, filled from its
     folder. Returns what the user should know of its weights."""
-    made = ", ".join(config.architectures or ())
-    if kind in OTHERS and re.search(OTHERS[kind][0], made) and not random_init:
-        _, what, remedy = OTHERS[kind]
-        raise folder_error(folder, f"it is {what} by its config.json ({made})", remedy)
     check_type(config, kind, folder)
     try:
         model = build(config, kind)
@@ -101,12 +91,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         model.get_submodule(module)._parameters[name] = model.get_parameter(main)
 
 
-def read_buffers(model: nn.Module, folder: str) -> None:
-    """Reads the persistent buffers from the folder; a buffer that is not there keeps its value."""
-    if buffers_of(model) and any(Path(folder).glob("*.safetensors")):
-        StoredWeights(folder, model).read_buffers()
-
-
 def save(
     model: Any, folder: Path, source: Path, tokenizer: Path, *, own_code: bool = False
 ) -> None:
@@ -124,11 +108,55 @@ def save(
             written = transformers.AutoModelForTokenClassification.from_config(
                 config, dtype=written.dtype, trust_remote_code=False
             )
-        weights = of_classifier(written, weights)
+        # the classifier's head has another name
+        body = f"{written.base_model_prefix}."
+        head = next(name for name in written.state_dict() if not name.startswith(body))
+        renamed = rf"{head.rpartition('.')[0]}."
+        weights = {re.sub(r"^score\.", renamed, name): w for name, w in weights.items()}
     # transformers would leave it to the job's first rank
     written.should_save_on_this_rank = lambda _: True
     written.save_pretrained(folder, state_dict=weights)
-    complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
+    _complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
+
+
+def _complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, policy: bool) -> None:
+    """Completes the folder of a model that was written after training.
+
+    config.json gets the values of the folder `source`, in its words, where both models agree. So
+    transformers 4 reads it if it reads that folder. The tokenizer's files are those of the folder
+    `tokenizer`, with a class and a setting that transformers 4 knows. A policy's
+    generation_config.json is that of `source`. With `own_code` Python code comes along.
+    """
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    source_config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    before = json.loads(read_config(str(source), own_code=own_code).to_json_string())
+    same = {
+        name: value
+        for name, value in source_config.items()
+        if name not in CHANGED and before.get(name) == written.get(name)
+    }
+    written.pop("_name_or_path", None)
+    written["torch_dtype"] = written["dtype"]  # as transformers 4 calls it
+    file.write_text(json.dumps(written | same, indent=2), encoding="utf-8")
+    code = ["*.py"] * own_code
+    copies = (
+        *(source.glob(pattern) for pattern in [*code, *["generation_config.json"] * policy]),
+        *(tokenizer.glob(pattern) for pattern in [*code, *TOKENIZER_FILES]),
+    )
+    for copied in filter(Path.is_file, (file for files in copies for file in files)):
+        shutil.copyfile(copied, folder / copied.name)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        text = settings.read_text(encoding="utf-8")
+        if "name_or_path" in (fields := json.loads(text)):
+            del fields["name_or_path"]
+            text = json.dumps(fields, indent=2, ensure_ascii=False)
+        text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        settings.write_text(
+            re.sub(r'"extra_special_tokens"(?=\s*:\s*\[)', '"additional_special_tokens"', text),
+            encoding="utf-8",
+        )
 
 
 def save_trained(

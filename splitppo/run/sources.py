@@ -14,7 +14,8 @@ from pathlib import Path
 from splitppo.config import Config
 from splitppo.config.cli import map_paths
 from splitppo.errors import UserError
-from splitppo.models import hub, older
+from splitppo.models import hub
+from splitppo.models.tokenizer import TOKENIZER_FILES
 
 
 def absolute(config: Config, run: Path) -> Config:
@@ -85,7 +86,7 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
 
 def _without_weights(folder: Path) -> set[Path]:
     """What the tools need of a model's folder beside its weights."""
-    patterns = ("config.json", "generation_config.json", *older.TOKENIZER, "*.py")
+    patterns = ("config.json", "generation_config.json", *TOKENIZER_FILES, "*.py")
     return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
 
 

@@ -47,8 +47,8 @@ def export(
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
     model's type, the value model (one label: the value of each position, or with `value.range` its
     logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
-    Transformers 4.57 reads both, too, if it has models of the type. What training did not change is
-    as in the folder that it started from.
+    What training did not change is as in the folder that it started from; transformers 4.57 reads
+    both if it reads that folder.
 
     Args:
         run: The run's folder.
@@ -129,7 +129,7 @@ def _check_replaced(folder: Path) -> None:
 
 def _replace(folder: Path, written: Path) -> None:
     """Puts the files of `written` in the place of those that an earlier export left."""
-    from splitppo.models.older import WRITTEN
+    from splitppo.models.tokenizer import WRITTEN
 
     folder.mkdir(exist_ok=True)
     for earlier in {file for pattern in WRITTEN for file in folder.glob(pattern)}:
@@ -210,7 +210,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     from splitppo.models import build as models
     from splitppo.models import lora
     from splitppo.models.names import buffers_of, weights_of
-    from splitppo.models.weights import fill, materialize, read_buffers
+    from splitppo.models.stored import StoredWeights
+    from splitppo.models.weights import fill, materialize
     from splitppo.run.checkpoint import read_tensors
     from splitppo.run.models import is_drawn
     from splitppo.run.sources import model_folder
@@ -231,8 +232,8 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
             lora.merge_into(model, saved / PARTS[kind])
         return model
     materialize(model, cpu)
-    if buffers_of(model):  # checkpoints don't hold them
-        read_buffers(model, str(model_folder(config, run, kind, weights=True)))
+    if buffers_of(model) and not is_drawn(config, kind):  # checkpoints don't hold them
+        StoredWeights(str(model_folder(config, run, kind, weights=True)), model).read_buffers()
     weights = {name: weight.detach() for name, weight in weights_of(model).items()}
     # of no_dist, which asks for just that
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

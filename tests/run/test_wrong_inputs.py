@@ -383,13 +383,11 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --reward.model={d}/no_value =>
     model folder {d}/no_value: type 'mamba' is not a sequence classification; choose
 --reward.model={d}/model =>
-    {d}/model: it is a causal language model by its config.json (LlamaForCausalLM); name a
-    sequence-class
+    model folder {d}/model: type 'llama' is not of one number a text ... choose another reward.model
 --reward.model={d}/two => model folder {d}/two: type ... has num_labels 2; choose
 --policy.path={d}/headless =>
-    headless: it is a model that scores texts by its config.json (LlamaForSequenceClassification);
-    name a
---reference.path={d}/two --ppo.kl-coef=0.1 => {d}/two: it is a model that scores texts
+    headless: type 'llama' is not a causal language model: it scores texts ... choose another policy
+--reference.path={d}/two --ppo.kl-coef=0.1 => {d}/two: type 'llama' is not a causal
 --reward.model={d}/adapter => model folder {d}/adapter: no config.json there
 --reward.model={d}/judge => model folder {d}/judge: no model.safetensors; load it
 --reward.model={d}/judge --reward.model-random-init =>
