@@ -45,6 +45,7 @@ class Policy:
     ):
         self.context = context
         self.learner = learner
+        self.learners = [learner]
         self.reference = reference
         self.group = learner.runner.group
         self.dtype = dtype

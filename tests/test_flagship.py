@@ -173,9 +173,9 @@ def train_rank(rank: int, argv: list[str], record: Path, slow: str, odd: str) ->
         )
         time.sleep(0.3 if slow == "critic" else 0)
         metrics = judge(self, plan, scored, found)
-        full = self.learner.weights(torch.float32) if self.learner else ()
+        full = (w for learner in self.learners for w in learner.weights(torch.float32))
         weights = {name: weight.cpu().clone() for name, weight in full}
-        held = parts(self.learner) if self.learner else {}
+        held = parts(self.learners[0]) if self.learners else {}
         if step == STEPS and self.group.is_first:
             torch.save(weights, record / "value.pt")
             torch.save(held, record / "value_parts.pt")

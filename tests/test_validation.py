@@ -3,7 +3,6 @@ scorer, its files."""
 
 import itertools
 import json
-import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from splitppo.rewards.samples import record
 from splitppo.rewards.scorer import Failure, Scored
 from splitppo.rewards.summary import Response, answer, majority_score, metrics, pass_at_k
 from splitppo.rollout import Episode, Prompt, Segment, Span, episode_of
-from splitppo.run.files import shown, table, write_rows
+from splitppo.run.files import shown, write_rows
 
 ROLLOUT = RolloutConfig(max_new_tokens=10, top_p=0.9, top_k=40, stop=("!",))
 SAMPLED = LogConfig(validate_every=5, validate_samples=4, validate_temperature=0.7)
@@ -246,10 +245,9 @@ def test_any_number_of_ranks_gives_the_same_metrics_and_files(tmp_path, count):
     assert 0 < alone["val/score/mean"] < 1
     assert alone["val/pass@1"] == pytest.approx(alone["val/score/mean"])
     assert alone["val/pass@4"] == alone["val/best/mean"]
-    for name in ("step_000005.jsonl", "step_000005.md"):
-        one = (tmp_path / "one" / "validation" / name).read_text()
-        assert one
-        assert one == (tmp_path / "three" / "validation" / name).read_text()
+    one = (tmp_path / "one" / "validation" / "step_000005.jsonl").read_text()
+    assert one
+    assert one == (tmp_path / "three" / "validation" / "step_000005.jsonl").read_text()
     assert not list((tmp_path / "three").glob("rank_*")), "the first rank alone writes"
 
 
@@ -361,14 +359,10 @@ def test_file_holds_the_first_256_rows(tmp_path):
 def test_a_step_that_comes_again_overwrites_its_files(tmp_path):
     write_rows(tmp_path, 3, [{"row": i, "response": "old"} for i in range(5)])
     write_rows(tmp_path, 3, [{"row": 0, "response": "nëw"}])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step_000003.jsonl",
-        "step_000003.md",
-    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003.jsonl"]
     assert (tmp_path / "step_000003.jsonl").read_text(
         encoding="utf-8"
     ) == '{"row": 0, "response": "nëw"}\n'
-    assert "old" not in (tmp_path / "step_000003.md").read_text()
 
 
 def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
@@ -444,49 +438,3 @@ def test_the_question_of_a_chat_is_what_the_user_said_last():
         "step": 3,
         "prompt": "of an older version",
     }
-
-
-def test_a_table_leaves_out_what_is_not_for_people(tmp_path):
-    write_rows(
-        tmp_path, 1, [{"question": "12+7?", "prompt": "<|user|>", "tokens": {"text": ["1"]}}]
-    )
-    assert table_cells((tmp_path / "step_000001.md").read_text()) == [
-        ["question"],
-        ["---"],
-        ["12+7?"],
-    ]
-    assert json.loads((tmp_path / "step_000001.jsonl").read_text())["tokens"] == {"text": ["1"]}
-
-
-def table_cells(text: str) -> list[list[str]]:
-    """The cells as a reader of Markdown sees them."""
-    lines = text.splitlines()
-    return [
-        [re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", f" {line} ")[1:-1]]
-        for line in lines
-    ]
-
-
-def test_120_characters_fit_into_a_cell():
-    cells = table_cells(table([{"whole": "z" * 120, "cut": "a" * 61 + "z" * 60}]))
-    assert cells[2] == ["z" * 120, "a" * 58 + " … " + "z" * 58]
-
-
-def test_table_shows_the_first_16_rows(tmp_path):
-    write_rows(tmp_path, 1, [{"row": i, "score": 0.5} for i in range(20)])
-    names, rule, *rows = table_cells((tmp_path / "step_000001.md").read_text())
-    assert (names, rule) == (["row", "score"], ["---", "---"])
-    assert rows == [[str(i), "0.5"] for i in range(16)]
-    write_rows(tmp_path, 2, [])
-    assert (tmp_path / "step_000002.md").read_text() == ""
-
-
-def test_table_keeps_its_shape_whatever_a_cell_holds():
-    odd = "a | b\\| <|im_end|>\r\n*x* `y` _z_ &amp; [l](m) ~~s~~ $e$\tt\x00\u2028end"
-    raw = table([{"prompt": odd, "response": "z" * 60 + "m" * 500 + "y" * 60, "truth": None}])
-    prompt, response, truth = table_cells(raw)[2]
-    assert prompt == "a | b\\| <|im_end|>↵*x* `y` _z_ &amp; [l](m) ~~s~~ $e$ t ↵end"
-    assert re.fullmatch("z+ … y+", response)
-    assert len(response) <= 120
-    assert truth == "None"
-    assert not re.search(r"(?<!\\)[*`<>_~&$\[\]]", raw.splitlines()[2])

@@ -28,22 +28,18 @@ from test_flagship import (
     train_rank,
 )
 from tiers import wide
-from transformers import AutoConfig
 
 from splitppo import algo
 from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
 from splitppo.config.cli import parse
 from splitppo.critic.pretraining import Pretraining
 from splitppo.engine import Ask, Piece
-from splitppo.engine.vllm.plan import RESERVE
 from splitppo.errors import UserError
 from splitppo.generator.sampler import OpenRow, Sampler
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
-from splitppo.models.build import count_parameters
 from splitppo.placement import place
 from splitppo.rollout import ENDS, OLDER, Episode, Prompt, Rollout, tensor_of, unpack_rows
-from splitppo.run import memory
 from splitppo.run.build import build_sampler
 from splitppo.run.checks import warnings
 from splitppo.run.life import plan_step
@@ -527,46 +523,6 @@ def test_a_step_without_rows_says_nothing_of_pretraining():
     pretraining = Pretraining(cast(Any, SimpleNamespace(config=config)), lambda: None)
     pretraining.finish(1, None)
     assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
-
-
-def test_rows_that_would_queue_are_warned_of(monkeypatch):
-    """A token takes 2 x 2 layers x 2 heads x 16 x 2 bytes, a row of 300 tokens four blocks of
-    128."""
-    model = AutoConfig.for_model(
-        "llama",
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=90,
-    )
-    weights = count_parameters(model, "policy") * 2
-    flags = ["--rollout.batch-size=8", "--ppo.mini-batches=1", "--rollout.max-prompt-tokens=100"]
-    flags += ["--rollout.max-new-tokens=200", "--engine.memory-fraction=0.5"]
-    for window, engine, blocks in (
-        (9, "vllm", 16),
-        (9, "vllm", 10),
-        (9, "vllm", 9),
-        (0, "vllm", 9),
-        (9, "hf", 9),
-    ):
-        gpu = 2 * (weights + RESERVE + blocks * 128 * 256)
-        monkeypatch.setattr(memory, "gpu_memory", lambda _, gpu=gpu: float(gpu))
-        monkeypatch.setattr(memory, "check_memory", lambda *_: None)
-        config = parse([*flags, f"--rollout.window={window}", f"--engine.kind={engine}"])
-        known = {
-            "config": config,
-            "placement": place(PlacementConfig(actor=2), world=3, local_world=3),
-        }
-        known |= {
-            "device": torch.device("cpu"),
-            "models": {"policy": SimpleNamespace(config=model), "reference": 0},
-        }
-        known |= {"dtype": torch.bfloat16, "eos": {}}
-        found = warnings(cast(Any, SimpleNamespace(**known)))
-        due = (window, engine, blocks) == (9, "vllm", 9)
-        said = "rollout.window=9: 4 slots of an engine hold up to 1,200 tokens, its KV cache 1,152;"
-        assert [line.startswith(said) for line in found] == [True] * due
 
 
 def test_a_mask_in_place_of_a_clip_is_warned_of():

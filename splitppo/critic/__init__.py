@@ -68,7 +68,7 @@ class Critic:
     ):
         self.context = context
         self.baseline = baseline
-        self.learner = baseline.learner
+        self.learners = baseline.learners
         self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
         self.pretraining = Pretraining(context, pretrained)
@@ -123,7 +123,7 @@ class Critic:
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
         turn."""
-        for model in filter(None, (self.reward_model, self.reference, self.learner)):
+        for model in filter(None, (self.reward_model, self.reference, *self.learners)):
             model.release_memory()
 
     def advantages(self, step: int, scored: ScoredRows, logprobs: Sequence[Tensor]) -> Estimate:

@@ -1,5 +1,6 @@
 """Where advantages come from (`ppo.baseline`): a value model by GAE, or a mean over rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -45,7 +46,7 @@ class Baseline:
     """What a critic rank estimates advantages by. This is all that a baseline without a model does
     beside `estimate`."""
 
-    learner: Learner | None = None
+    learners: Sequence[Learner] = ()  # none or one
 
     def __init__(self, context: Context, group: Group):
         self.context = context
@@ -120,7 +121,8 @@ class Values(Baseline):
 
     def __init__(self, context: Context, learner: Learner):
         super().__init__(context, learner.runner.group)
-        self.learner: Learner = learner
+        self.learner = learner
+        self.learners = [learner]
 
     def warm_up(self) -> None:
         self.learner.warm_up(

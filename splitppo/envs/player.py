@@ -57,6 +57,26 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
     )
 
 
+def check_turns(config: Config, turns: Turns | None, messages: Sequence[Any] | None) -> list[str]:
+    """Tries the chat template on turns behind a prompt's messages, if rows have turns and prompts
+    have messages. Returns what it needed. Raises UserError if it can't be used."""
+    if turns and messages:
+        turns.check(messages, "tool" if config.env.tools else "user", config.env.rewritten)
+    return turns.notes if turns else []
+
+
+def room_for_turns(config: Config, longest_prompt: int, most: int) -> int | None:
+    """`rollout.max_context` of rows with turns, by default what the models can read (`most`); None
+    for rows without. Raises UserError if it leaves no room behind the longest prompt."""
+    context = config.rollout.max_context or most
+    if config.has_env and longest_prompt >= context:
+        raise UserError(
+            f"rollout.max_context={context} leaves no room behind the longest prompt of "
+            f"{longest_prompt} tokens; raise it, or set rollout.max_prompt_tokens and data.overlong"
+        )
+    return context if config.has_env else None
+
+
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | list[SingleTurn]":
     """What plays the environments of a rank's rows, and of its held-out rows; they share the
     workers."""

@@ -81,8 +81,7 @@ class Builder:
         self.runtime = runtime
         self.folder = folder
         self.engine_process = engine
-        # policy and value model over one base, if they share it
-        self.shared: torch.nn.Module | None = None
+        self.modules: dict[str, torch.nn.Module] = {}  # by the model whose base it is
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
         self.context = Context(
@@ -200,7 +199,7 @@ class Builder:
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
-            pretrained=lambda: baseline.learner and self._save_value(baseline.learner),
+            pretrained=lambda: [self._save_value(learner) for learner in baseline.learners],
         )
         self._warm_up(critic)
         return critic
@@ -324,20 +323,20 @@ class Builder:
         )
 
     def _model(self, name: str, runner: Runner) -> torch.nn.Module:
-        """Builds, shards and fills a model. With one base for both, the value model is the
-        policy's."""
-        if name == "value" and self.shared:
-            return self.shared
-        self._begin_phase(f"loading the {name}")
+        """Builds, shards and fills a model, and with it those that it is the base of."""
         resolved = self.resolved
+        if (base := resolved.base_of(name)) in self.modules:
+            return self.modules[base]
+        self._begin_phase(f"loading the {name}")
         facts = resolved.models[name]
         config = self.config
-        shares = name == "policy" and config.value.share_base
-        held = [facts, resolved.models["value"]] if shares else [facts]
+        held = [
+            resolved.models[other] for other in resolved.models if resolved.base_of(other) == name
+        ]
         trainables = [model_facts.trainable for model_facts in held]
         model = build.build(
             held[-1].config,
-            "both" if shares else facts.kind,
+            facts.kind if held == [facts] else "both",
             facts.trainable.held_in(resolved.dtype),
             packed=facts.packed,
         )
@@ -365,8 +364,7 @@ class Builder:
         )
         for trainable in trainables:
             trainable.read(model, config.seed)
-        if shares:
-            self.shared = model
+        self.modules[name] = model
         return model
 
     def _begin_phase(self, name: str) -> None:

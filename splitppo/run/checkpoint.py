@@ -40,12 +40,11 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Path | None) -> int:
     """The step after which a checkpoint was written, from its folder's name; 0 for any other
-    folder, such as a user's copy `step_3`."""
-    digits = folder.name.removeprefix("step_")
-    step = int(digits) if re.fullmatch(r"[0-9]{6,}", digits) else 0
-    return step if folder.name == step_folder(folder, step).name else 0
+    folder, such as a user's copy `step_3`, and for none."""
+    name = re.fullmatch(r"step_([0-9]{6}|[1-9][0-9]{6,})", folder.name if folder else "")
+    return int(name[1]) if name else 0
 
 
 def is_complete(folder: Path) -> bool:

@@ -1,10 +1,8 @@
-"""Small files of a run: whole ones, JSON lines and tables of rows. Without torch, so that the tools
-start fast."""
+"""Small files of a run: whole ones and JSON lines. Without torch, so that the tools start fast."""
 
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +14,6 @@ from typing import Any, TypeVar
 from splitppo.errors import UserError
 
 T = TypeVar("T")
-TABLE_ROWS = 16  # rows of a table at most
-CELL = 120  # characters of a table's cell at most, before escapes
 # what reading a damaged or hand-made JSON or TOML file may raise
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -135,33 +131,10 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows to FOLDER/step_NNNNNN.jsonl, and the first of them as a table (.md)."""
+    """Writes rows to FOLDER/step_NNNNNN.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
-    path.write_text(
+    (folder / f"step_{step:06d}.jsonl").write_text(
         "".join([json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]),
         encoding="utf-8",
         errors="backslashreplace",
     )
-    path.with_suffix(".md").write_text(
-        table([shown(row) for row in rows[:TABLE_ROWS]]), encoding="utf-8"
-    )
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table whose columns are the first row's keys. A cell shows the beginning
-    and the end of what is longer than 120 characters, and `↵` for a new line."""
-    names = list(rows[0]) if rows else []
-    cells = [names, ["---"] * len(names)] if names else []
-    cells += [[_cell(row[name]) for name in names] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
-
-
-def _cell(value: Any) -> str:
-    text = str(value)
-    if len(text) > CELL:
-        half = (CELL - 3) // 2
-        text = f"{text[:half]} … {text[-half:]}"
-    text = "".join(char if char.isprintable() else " " for char in "↵".join(text.splitlines()))
-    # what Markdown, or the HTML in it, would take for its own
-    return re.sub(r"([\\`*_<>\[\]|~&$])", r"\\\1", text)

@@ -124,15 +124,14 @@ def changes(
 ) -> list[tuple[str, str, str]]:
     """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if
     there is no run. A setting that is gone from this version differs if it did something in the
-    run. Files and models are the same in any place, if RUN has their hashes."""
+    run. Files and models are the same in any place: RUN has their hashes."""
     remedy = "fix it, or delete it to resume without comparing its contents"
-    now = {}
-    before = {}
-    free = (folder / "inputs.json").is_file()
+    now: dict[str, str] = {}
+    before: dict[str, str] = {}
     if (path := folder / "config.toml").is_file():
         before, now = (
             {
-                name: toml.toml_value(_without_place(name, value) if free else value)
+                name: toml.toml_value(_without_place(name, value))
                 for name, value in toml.leaves(table)
             }
             for table in (
@@ -145,15 +144,12 @@ def changes(
             for name, same in toml.GONE.items()
             if name in before
         }
-    if inputs is not None and free:
-        recorded = read_file(
-            folder / "inputs.json", lambda text: _renamed(dict(json.loads(text)), inputs), remedy
-        )
-        # earlier versions kept no hash of the prompts, and before a run begins there is none
-        now |= {name: recorded[name] for name in (TRAINING, VALIDATION) if name in recorded} | dict(
-            inputs
-        )
-        before |= {name: now[name] for name in (TRAINING, VALIDATION) if name in now} | recorded
+    if inputs is not None and (path := folder / "inputs.json").is_file():
+        recorded = read_file(path, lambda text: _renamed(dict(json.loads(text)), inputs), remedy)
+        # before the data are read there is no hash of the prompts
+        now |= {name: recorded[name] for name in (TRAINING, VALIDATION) if name in recorded}
+        now |= inputs
+        before |= recorded
     return [
         (name, before.get(name, "unset"), now.get(name, "unset"))
         for name in sorted(before.keys() | now.keys())
@@ -282,16 +278,16 @@ def write_run_files(
 ) -> None:
     """Writes the settings, the names of those that the user has set (`user_settings`), the inputs
     and the versions. Prints what a run `resumed` from a checkpoint changes."""
-    before = read_if_there(folder / "given.json", json.loads) if cli.has_steps(folder) else []
-    if before is not None:  # a run that an earlier version began has no such file
-        write_whole(folder / "given.json", json.dumps(sorted({*before, *user_settings})) + "\n")
+    begun = cli.has_steps(folder)
+    before = read_if_there(folder / "given.json", json.loads) if begun else None
+    write_whole(folder / "given.json", json.dumps(sorted({*(before or ()), *user_settings})) + "\n")
     if resumed:
         # not of another run's checkpoint
-        settings_kept = ", with its settings where the command gives none" * cli.has_steps(folder)
+        settings_kept = ", with its settings where the command gives none" * begun
         print(f"going on from {resumed}{settings_kept}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
-    elif cli.has_steps(folder):
+    elif begun:
         warn(f"{folder} holds steps without a checkpoint: they are overwritten")
     write_whole(folder / "config.toml", toml.to_toml(absolute(config, folder)))
     write_whole(folder / "inputs.json", json.dumps(inputs, indent=1) + "\n")
@@ -300,13 +296,11 @@ def write_run_files(
         shutil.which("git")
         and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     )
+    packages = ("splitppo", "torch", "transformers", "safetensors", "vllm")
     versions = {
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
-        **{
-            name: installed(name)
-            for name in ("splitppo", "torch", "transformers", "safetensors", "vllm")
-        },
+        **{name: installed(name) for name in packages},
         "git": revision or "not a checkout",
     }
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,9 +23,9 @@ from splitppo.generator.sampler import Sampler
 from splitppo.job.launch import LAUNCHER
 from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
-from splitppo.placement import ROLES, Role, StepPlan, data_parallel, make_step_plan
+from splitppo.placement import Role, StepPlan, data_parallel, make_step_plan
 from splitppo.policy import Policy
-from splitppo.run import checkpoint, checks, files, lock, memory, notices, screen, sources
+from splitppo.run import checkpoint, checks, files, lock, notices, screen, sources
 from splitppo.run.build import Builder
 from splitppo.run.folder import (
     check_run_folder,
@@ -38,7 +39,6 @@ from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
 
-Part = Generator | Policy | Critic  # what has a state of its own in a checkpoint
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
@@ -111,12 +111,12 @@ def find_checkpoint(
 
     def damage_of(folder: Path) -> str:
         damage = checkpoint.damage(folder, rank=launch.rank, ranks=launch.world)
-        return next(filter(None, runtime.all_gather(f"damage/{folder}", damage)), "")
+        return max(runtime.all_gather(f"damage/{folder}", damage))
 
-    listed = map(Path, runtime.broadcast("candidates", candidates).splitlines())
-    chosen = checkpoint.choose([*listed], damage_of, report=launch.rank == 0)
+    listed = [*map(Path, runtime.broadcast("candidates", candidates).splitlines())]
+    chosen = checkpoint.choose(listed, damage_of, report=launch.rank == 0)
     if launch.rank == 0:
-        start = checkpoint.step_of(chosen) if chosen else 0
+        start = checkpoint.step_of(chosen)
         for path in folder.glob("metrics/*.jsonl") if start else ():
             records_until(path, start)  # refuses a broken one now
         checkpoint.tidy(folder, start)
@@ -179,7 +179,7 @@ class Run:
         self.stopped: str | None = None  # who requested a stop before the last step
         self.savers: dict[Role, Saver] = {}
         # steps in a row without a finite gradient
-        self.bad: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self.bad: Counter[Role] = Counter()
         self.logs: dict[Role, ColumnLog] = {}
         self.writer = ThreadPoolExecutor(1, "samples")
         self.written: Future[None] | None = None  # the step's samples
@@ -189,15 +189,17 @@ class Run:
         try:
             self.folder, self.lock, self.resumed = _begin_folder(resolved, runtime, prompts)
             # the step that it resumes after
-            self.start = checkpoint.step_of(self.resumed) if self.resumed else 0
+            self.start = checkpoint.step_of(self.resumed)
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
-            for warning in check_open_rows(self.build.sampler, self.resumed):
-                if runtime.launch.rank == 0:
-                    warn(warning)
+            unsure = check_open_rows(self.build.sampler, self.resumed)
         except OSError as error:
             raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
+        # who owns which slot in a step: every rank asks once, when it begins the step
+        self.plan = partial(plan_step, resolved, runtime, self.build.sampler)
         if runtime.launch.rank == 0:
+            for warning in unsure:
+                warn(warning)
             say(screen.opening(resolved, self.folder, self.start, *prompts))
 
     def begin(
@@ -210,14 +212,14 @@ class Run:
         prune = partial(checkpoint.prune, self.folder, settings.keep, settings.keep_every)
         parts: dict[Role, list[Any]] = {"actor": [policy, generator], "critic": [critic]}
         for role in self.runtime.groups:
-            learner = parts[role][0].learner
+            learners = parts[role][0].learners
             group = self.runtime.saving[role]
-            self.savers[role] = Saver(learner, role, self.folder, group, committed=prune)
+            self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
             if settings.every:
                 self.savers[role].allocate()
             if self.resumed:
                 states = [part.load_state for part in parts[role]]
-                load(learner, self.resumed / role, states, group)
+                load(learners, self.resumed / role, states, group)
         if generator:
             self.build.connect_engine(generator)
         silent = notices.silent(self.build.resolved)
@@ -229,7 +231,6 @@ class Run:
                 phase=self.runtime.status.set_phase,
                 start=self.start,
                 steps=self.config.steps,
-                remedies=partial(memory.remedies, self.build.resolved),
                 notices=partial(next, notices.follow(self.folder, silent)),
             )
         self.trackers = Trackers(
@@ -242,11 +243,6 @@ class Run:
                 self.logs["actor"].finish(0, metrics)
             for log in self.logs.values():
                 log.began = log.now()
-
-    def plan(self, step: int) -> StepPlan:
-        """Who owns which slot in a step (`plan_step`); every rank asks once, when it begins the
-        step."""
-        return plan_step(self.build.resolved, self.runtime, self.build.sampler, step)
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
@@ -261,7 +257,7 @@ class Run:
                 self.stopped = stop if step < self.config.steps else None
                 return
 
-    def save(self, role: Role, step: int, *parts: Part) -> None:
+    def save(self, role: Role, step: int, *parts: Generator | Policy | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends
         or stops here. `parts`: those that have a state beside the learners."""
         settings = self.config.checkpoint
@@ -287,7 +283,7 @@ class Run:
         self.savers[role].commit(step)
         updates = len(metrics.get("optimizer_steps", ()))
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates
-        self.bad[role] = self.bad[role] + 1 if all_skipped else 0
+        self.bad[role] = (self.bad[role] + 1) * all_skipped
         if self.bad[role] >= BAD_STEPS:
             raise FloatingPointError(
                 f"no gradient of the {role}'s last {BAD_STEPS} steps was finite; check its loss "
@@ -309,11 +305,8 @@ class Run:
         if shown := self.logs["critic"].screen:
             self.written = self.writer.submit(write, shown)
 
-    def last_checkpoint(self, patience: float = 0.0) -> Path | None:
-        """The newest complete checkpoint whose files have the right sizes, or None. `patience`:
-        seconds to wait at most for one that may be committed."""
-        for saver in self.savers.values() if patience else ():
-            saver.commit_written(patience)
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint whose files have the right sizes, or None."""
         newest_first = reversed(checkpoint.complete(self.folder))
         whole = (path for path in newest_first if not checkpoint.damage(path, sizes_only=True))
         return next(whole, None)

@@ -18,7 +18,7 @@ from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, kept_rates, parse
 from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
-from splitppo.envs.player import rehearse, turns_of
+from splitppo.envs.player import check_turns, rehearse, room_for_turns, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.ends import RESUMABLE, StopSignals, keep_early_signals, mark_saved, report_failure
 from splitppo.job.launch import Launch
@@ -32,7 +32,6 @@ from splitppo.run.models import check_prompt_tokens, check_sizes
 from splitppo.run.resolve import Resolved, pick_device, resolve
 
 SHOWN = 64  # ranks of the placement that a dry run shows
-PATIENCE = 2.0  # seconds at the end for a checkpoint whose files are written
 
 
 @dataclass
@@ -53,7 +52,7 @@ def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) ->
     try:
         return _run(rank, play, flags)
     except KeyboardInterrupt:
-        saved = rank.run and rank.run.last_checkpoint(PATIENCE)
+        saved = rank.run and rank.run.last_checkpoint()
         state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
         say(f"interrupted: {state if rank.run else 'before the run began'}", error=True)
         return 128 + signal.SIGINT
@@ -184,12 +183,6 @@ def dry_run(config: Config, launch: Launch) -> str:
             f"data: {screen.counted(training, validation)}",
             *training.notes,
             *validation.notes,
-            *(
-                "value.share_base: one base for policy and value model saves "
-                f"{model.counts.parameters * resolved.dtype.itemsize / 2**30:.2f} GiB"
-                for name, model in resolved.models.items()
-                if name == "value" and resolved.config.value.share_base
-            ),
             *memory.table(resolved, gpu or memory.GPU),
         ]
     )
@@ -216,7 +209,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
             now=resolved.now,
             split=split,
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
-            render=turns.render if turns else None,
+            render=turns and turns.render,
         )
         for split, name in scored.items()
     )
@@ -225,20 +218,9 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     if config.rollout.max_prompt_tokens is None:
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
-    if turns:
-        training.notes.extend(turns.notes)
-        if first_messages := training.prompts[0].messages:
-            turns.check(
-                first_messages, "tool" if config.env.tools else "user", config.env.rewritten
-            )
-        context = config.rollout.max_context or resolved.longest
-        if longest >= context:
-            raise UserError(
-                f"rollout.max_context={context} leaves no room behind the longest prompt of "
-                f"{longest} tokens; raise it, or set rollout.max_prompt_tokens and data.overlong"
-            )
-        resolved = memory.with_setting(resolved, "rollout", "max_context", context)
-    return resolved, (training, validation)
+    training.notes.extend(check_turns(config, turns, training.prompts[0].messages))
+    context = room_for_turns(config, longest, resolved.longest)
+    return memory.with_setting(resolved, "rollout", "max_context", context), (training, validation)
 
 
 def agree(
@@ -247,17 +229,17 @@ def agree(
     """The same, with rank 0's answers: it alone has tried which models run on packed rows; with its
     clock when the job first came here; and with what must be offloaded to fit the smallest GPU. And
     the data, read by that clock."""
-    packed = json.loads(
-        runtime.broadcast(
-            "packed",
-            lambda: json.dumps({name: model.packed for name, model in resolved.models.items()}),
-        )
-    )
-    models = {name: replace(model, packed=packed[name]) for name, model in resolved.models.items()}
-    # the job's store outlives restarts: they render the same prompts
-    now = runtime.broadcast(
-        "now", lambda: runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode()
-    )
+
+    def answer() -> str:
+        # the job's store outlives restarts: they render the same prompts
+        now = runtime.job.compare_set("splitppo/now", "", str(resolved.now)).decode()
+        return json.dumps([now, [model.packed for model in resolved.models.values()]])
+
+    now, packed = json.loads(runtime.broadcast("resolved", answer))
+    models = {
+        name: replace(model, packed=is_packed)
+        for (name, model), is_packed in zip(resolved.models.items(), packed, strict=True)
+    }
     runtime.status.set_phase("reading the data")
     resolved, prompts = load_data(replace(resolved, models=models, now=datetime.fromisoformat(now)))
     sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))
@@ -268,7 +250,7 @@ def agree(
 
 
 def _failed(rank: Rank, error: Exception) -> int:
-    saved = rank.run and rank.run.last_checkpoint(PATIENCE)
+    saved = rank.run and rank.run.last_checkpoint()
     if (users := to_user_error(error)) and users is not error:
         if rank.run:
             users.add_note(f"on {rank.run.runtime.status.describe(rank.launch.rank)}")

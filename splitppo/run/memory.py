@@ -1,14 +1,14 @@
 """Estimates the memory of a rank's GPU in each phase of a step, and finds what makes a run fit."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
 
-from splitppo.config.optional import of_adapters
-from splitppo.config.toml import flag
+from splitppo.config import rules
+from splitppo.config.toml import as_flag
 from splitppo.engine.build import most_rows
 from splitppo.engine.vllm import client, plan
 from splitppo.errors import UserError
@@ -16,7 +16,8 @@ from splitppo.models.cost import GB, USABLE, Cost
 from splitppo.models.heads import LOGIT_PIECE
 from splitppo.models.learner import GATHER_BYTES
 from splitppo.placement import Role, replicas
-from splitppo.run.resolve import Resolved
+from splitppo.run.models import TRAINED
+from splitppo.run.resolve import Resolved, check_groups
 
 Parts = dict[str, float]  # what is held -> bytes
 CONTEXT = 1.5 * 2**30  # of CUDA, NCCL and cuBLAS; fragments are in `USABLE`
@@ -24,8 +25,6 @@ GPU = 80 * GB  # memory of a GPU where there is none to ask
 SURE = 0.9  # the part of an estimate that a run needs in any case: it is within a tenth
 BEST = 3  # ways to need less that are named
 FEWEST = 4096  # tokens of a micro-batch, below which matrix products are slow
-# offload -> the next kind of it
-MORE = {"auto": "optimizer", "none": "optimizer", "optimizer": "all"}
 PHASE = {"actor": "logprobs", "critic": "score"}  # in which the models run
 VLLM = "vLLM's "  # begins the parts that another process holds
 
@@ -150,23 +149,19 @@ def fitted(
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
     """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line
     that says so."""
-    automatic = [
-        name
-        for name in ("policy", "value")
-        if name in resolved.models and resolved.offload(name) == "auto"
-    ]
+    trained = [name for name in TRAINED if name in resolved.models]
+    automatic = [name for name in trained if resolved.offload(name) == "auto"]
     for name in automatic:
         resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
         return resolved, ""
     fitting, chosen = fitted(resolved, memory, tuple(f"--{name}.offload" for name in automatic))
     before, after = (_gib(highest(one, memory)[0]) for one in (resolved, fitting))
-    line = (
+    return fitting, (
         f"{' '.join(chosen.values())} by itself: the run would need about {before} of "
         f"{card(memory)}, with it {after}; "
         f"{' '.join(f'{flag} none' for flag in chosen)} turns it off"
-    )
-    return fitting, line if chosen else ""
+    ) * bool(chosen)
 
 
 def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
@@ -175,45 +170,37 @@ def highest(resolved: Resolved, memory: float) -> tuple[float, str, Parts]:
 
 
 def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
-    """The flags of each way that may need less memory, cheapest first, and the run with them."""
+    """The flags of each way that may need less memory and is allowed, cheapest first, and the run
+    with them."""
     config = resolved.config
-    sizes = [len(ranks) for ranks in resolved.placement.groups.values()]
-    engine = 2 * config.engine.tensor_parallel
-    trainer = 2 * config.fsdp.tensor_parallel
-    pieces = 2 * config.fsdp.sequence_parallel
-    whole = all(size % (2 * config.set_shape("policy").size) == 0 for size in sizes)
-    heads = resolved.models["policy"].config.num_attention_heads
-    longest = -(-2 * config.rollout.max_row_tokens // pieces)
-    long = longest > config.compute.micro_batch_tokens and heads % (pieces * trainer // 2) == 0
-    half = config.compute.micro_batch_tokens // 2
+    actors = len(resolved.placement.groups["actor"])
+    shape = config.set_shape("policy")
+    longest = -(-config.rollout.max_row_tokens // shape.sequence)
+    budget = config.compute.micro_batch_tokens
     other = "actor" if config.placement.reference == "critic" else "critic"
-    # the KL loss needs it at the actor; without another model the critic group would hold none
-    stays = (
-        config.ppo.kl_loss_coef
-        if other == "critic"
-        else {"value", "reward"}.isdisjoint(resolved.models)
-    )
-    movable = not (resolved.placement.colocated or stays)
-    more = {model: MORE.get(resolved.offload(model)) for model in ("policy", "value")}
-    shared = config.value.share_base  # such a base stays on the device
-    value = replace(config.value, share_base=True)
-    shareable = not any(wrong for wrong, _ in of_adapters(replace(config, value=value)))
-    candidates: list[tuple[str, str, Any, bool]] = [
-        ("compute", "micro_batch_tokens", half, half >= max(longest, FEWEST)),
-        ("compute", "activation_checkpointing", True, True),
-        ("value", "share_base", True, resolved.placement.colocated and shareable and not shared),
-        ("fsdp", "sequence_parallel", pieces, whole and long),
-        ("placement", "reference", other, movable),
-        ("reference", "offload", True, True),
-        ("reward", "model_offload", True, True),
-        *((model, "offload", "optimizer", more[model] == "optimizer") for model in more),
-        *((model, "offload", "all", more[model] == "all" and not shared) for model in more),
-        ("engine", "tensor_parallel", engine, resolved.engine == "vllm" and sizes[0] % engine == 0),
-        ("fsdp", "tensor_parallel", trainer, whole),
+    engine = 2 * config.engine.tensor_parallel
+    offloads = {name: resolved.offload(name) for name in TRAINED}
+    candidates: list[tuple[str, Any, bool]] = [
+        ("compute.micro_batch_tokens", budget // 2, budget >= 2 * max(longest, FEWEST)),
+        ("compute.activation_checkpointing", True, True),
+        ("value.share_base", True, True),
+        ("fsdp.sequence_parallel", 2 * shape.sequence, longest > budget),
+        ("placement.reference", other, True),
+        ("reference.offload", True, True),
+        ("reward.model_offload", True, True),
+        *((f"{name}.offload", "optimizer", offloads[name] != "all") for name in TRAINED),
+        *((f"{name}.offload", "all", offloads[name] == "optimizer") for name in TRAINED),
+        ("engine.tensor_parallel", engine, resolved.engine == "vllm" and actors % engine == 0),
+        ("fsdp.tensor_parallel", 2 * shape.tensor, True),
     ]
-    for table, name, setting, _ in filter(itemgetter(3), candidates):
-        chosen = flag(f"{table}.{name}") + ("" if setting is True else f" {setting}")
-        yield chosen, with_setting(resolved, table, name, setting)
+    for setting, value, helps in candidates:
+        changed = with_setting(resolved, *setting.split("."), value)
+        if not helps or changed.config == config:
+            continue
+        with suppress(UserError):
+            rules.check(changed.config)
+            check_groups(changed)
+            yield " ".join(as_flag(setting, value)), changed
 
 
 def _shards(resolved: Resolved, name: str) -> int:

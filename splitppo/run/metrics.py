@@ -4,7 +4,7 @@
 import json
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from splitppo.errors import UserError, say, warn
+from splitppo.errors import UserError, warn
 from splitppo.placement import Role
 from splitppo.run.files import parse_record, read_lines, write_whole
 from splitppo.run.screen import Screen
@@ -41,8 +41,7 @@ def alloc_retries() -> int:
 class ColumnLog:
     """The spans and metrics of one role. Only the `first` rank of the role's group writes and
     prints. `phase` is called with the name of each span as it begins. Records after `start`, where
-    the run resumes, are removed from the file. `remedies` is called when the GPU's memory is too
-    small for the first time: the ways to need less. `notices` is called after each of the actor's
+    the run resumes, are removed from the file. `notices` is called after each of the actor's
     steps: what to warn of (notices.py)."""
 
     def __init__(
@@ -54,7 +53,6 @@ class ColumnLog:
         phase: Callable[[str], object],
         start: int,
         steps: int,
-        remedies: Callable[[], str] = str,
         notices: Callable[[], Sequence[str]] = tuple,
     ):
         self.role = role
@@ -64,8 +62,7 @@ class ColumnLog:
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step = start
         self.spans = []
-        self.remedies = remedies
-        self.retries: Counter[str] = Counter()  # of the allocator, by span
+        self.retries = 0  # of the allocator, in this step's spans
         # Unix time, so that ranks compare; it goes on by a clock that nobody sets
         self.clock = time.time() - time.monotonic()
         self.began = self.now()
@@ -84,7 +81,7 @@ class ColumnLog:
         before = alloc_retries()
         self.phase(f"{self.role} step {self.step + 1} {name}")
         yield
-        self.retries[name] += alloc_retries() - before
+        self.retries += alloc_retries() - before
         if (end := self.now()) - start > 0.0005:  # leave out spans without work
             self.spans.append([name, start, end])
 
@@ -108,7 +105,7 @@ class ColumnLog:
             record["perf/throughput"] = metrics["tokens"] / step_time
         if torch.cuda.is_initialized():
             record["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            record["perf/alloc_retries"] = self.retries.total()
+            record["perf/alloc_retries"] = self.retries
         record |= {"perf/idle_share": idle / step_time, "spans": self.spans}
         if self.screen:
             with self.path.open("a") as file:
@@ -118,15 +115,7 @@ class ColumnLog:
             self.screen.step(step, step_time, seconds, metrics)
             for notice in self.notices() if self.role == "actor" and step else ():
                 warn(notice)
-            if self.retries.total() > 1:
-                spans = [f"{name} {count}" for name, count in self.retries.items() if count]
-                say(
-                    f"[{self.role}] step {step}: too little memory: the allocator freed its cache "
-                    f"and asked again ({', '.join(spans)})",
-                    self.remedies(),
-                )
-                self.remedies = str  # the ways stay the same
-        self.retries.clear()
+        self.retries = 0
         self.step = step
         self.spans = []
         self.began = now

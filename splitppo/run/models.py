@@ -54,6 +54,11 @@ class Model:
         return count(self.config, self.trainable)
 
 
+def setting_of(name: str) -> str:
+    """The setting that names a model."""
+    return "reward.model" if name == "reward" else f"{name}.path"
+
+
 def read_model(
     config: Config, name: str, origin: str, path: str, wanted: bool, probe: bool
 ) -> Model:
@@ -120,12 +125,11 @@ def _packs(config: Config, name: str, model: Model) -> bool:
     least."""
     ranks = config.set_shape(name).sequence
     why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
-    where = f"{name}.path={model.name}"
+    where = f"{setting_of(name)}={model.name}"
     if why and ranks > 1:
         setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
         raise UserError(
-            f"{setting}={ranks}: {where.replace('reward.path', 'reward.model')}: its rows can't be "
-            f"cut: {why}; set {flag(setting)} 1"
+            f"{setting}={ranks}: {where}: its rows can't be cut: {why}; set {flag(setting)} 1"
         )
     if why and model.packed and config.compute.packing == "on":
         raise UserError(
@@ -145,26 +149,18 @@ def check_sizes(
     """Raises UserError if a model can't read the policy's token ids, or rows as long as they may
     become. `longest`: tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at
     least 1 as long as no data are read."""
-    prompt = config.rollout.max_prompt_tokens
+    prompt = config.rollout.max_prompt_tokens or longest
     new = config.rollout.max_new_tokens
     context = config.rollout.max_context or 0
     for name, model in ((name, model) for name, model in models.items() if name != "reward"):
         text = model.config.get_text_config()
         most, setting = build.most_positions(text)
-        if most and (prompt or longest) + new > most:
-            prompt_limit = (
-                f"rollout.max_prompt_tokens={prompt}" if prompt else f"a prompt of {longest} tokens"
-            )
-            remedy = (
-                "lower one of them, or use another model"
-                if prompt
-                else "lower the latter, or set rollout.max_prompt_tokens and data.overlong "
-                "to leave such rows out"
-            )
+        if most and prompt + new > most:
             raise UserError(
-                f"{prompt_limit} and rollout.max_new_tokens={new} are {(prompt or longest) + new} "
+                f"a prompt of {prompt} tokens and rollout.max_new_tokens={new} are {prompt + new} "
                 f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
-                f"read; {remedy}"
+                "read; lower the latter, set rollout.max_prompt_tokens and data.overlong to leave "
+                "such rows out, or use another model"
             )
         if most and context > most:
             raise UserError(
@@ -180,23 +176,14 @@ def check_sizes(
 
 
 def hold_against(
-    tokenizer: Any, models: Mapping[str, Model], ends: Collection[int], *, own_code: bool
-) -> dict[str, Model]:
-    """The models, those that read the policy's token ids held against its tokenizer. Raises a
-    UserError if an id stands for another token, unless that is an added one that ends no response:
-    then prompts must not hold it (`check_prompt_tokens`). A reward model may read texts."""
-    policy = models["policy"]
-    return {
-        name: model
-        if name == "reward" or model.random_init or model.path == policy.path
-        else _held_against(tokenizer, policy, f"{name}.path={model.name}", model, ends, own_code)
-        for name, model in models.items()
-    }
-
-
-def _held_against(
-    tokenizer: Any, policy: Model, setting: str, model: Model, ends: Collection[int], own_code: bool
+    tokenizer: Any, policy: Model, name: str, model: Model, ends: Collection[int], *, own_code: bool
 ) -> Model:
+    """A model; one that reads the policy's token ids held against its tokenizer. Raises a UserError
+    if an id stands for another token, unless that is an added one that ends no response: then
+    prompts must not hold it (`check_prompt_tokens`). A reward model may read texts."""
+    if name == "reward" or model.random_init or model.path == policy.path:
+        return model
+    setting = f"{name}.path={model.name}"
     if model.path != "tiny" and not has_tokenizer(model.path):
         facts = [(each.config.model_type, each.config.vocab_size) for each in (model, policy)]
         if facts[0] != facts[1]:

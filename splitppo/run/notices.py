@@ -23,7 +23,7 @@ READ = (
     r"step|tokens|critic/(score/(mean|min|max)|vf_explained_var|vf_loss|kl_row)"
     r"|critic/reward_failures(/share)?|actor/(pg_loss|grad_norm|lr|entropy)"
     r"|response_length/(mean|clip_ratio)|prompt_length/mean"
-    r"|val/(score/mean|best_so_far|best_step|rows|failures)"
+    r"|val/(score/mean|best_so_far|best_step|rows|failures)|perf/alloc_retries"
 )
 SENTENCES = {
     "failing": "a reward fails on every row: it has a bug, or its service is down "
@@ -37,6 +37,7 @@ SENTENCES = {
     "(docs/failures.md)",
     "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr "
     "(docs/failures.md)",
+    "memory": "GPU memory is short: the allocator freed its cache to go on (docs/memory.md)",
     "held-out": "held-out scores fall while training's rise: stop earlier, or more data "
     "(docs/failures.md)",
 }
@@ -90,6 +91,7 @@ def true_of(
         "kl": min(last(critic, "critic/kl_row")) > 10,
         "entropy": max(last(actor, "actor/entropy")) < 0.01
         and sum(scores[2 * STEPS :]) / (2 * STEPS) < low,
+        "memory": any(last(steps, "perf/alloc_retries", 1)[0] > 1 for steps in (actor, critic)),
         "held-out": last(actor, "val/best_step", 1)[0] >= 0 and _overfits(actor, critic, spread),
     }
 
@@ -117,18 +119,16 @@ def silent(resolved: Resolved) -> set[str]:
     config = resolved.config
     unscored = config.reward.function == ("none",) and not config.reward.model
     policy = resolved.models["policy"]
-    reference = resolved.models.get("reference", policy if config.base_is_reference else None)
+    reference = resolved.models.get("reference", policy)  # or its base; or there is no KL
     # another model, and no earlier state of the policy: to follow it is what is learned
-    is_teacher = (
-        reference is not None
-        and reference.name != policy.name
-        and (unscored or reference.counts.parameters != policy.counts.parameters)
+    is_teacher = reference.name != policy.name and (
+        unscored or reference.counts.parameters != policy.counts.parameters
     )
     silenced = {
         "nothing": unscored,
         "flat": unscored or is_teacher,
         "cut": not config.data.chat and not config.rollout.stop,  # texts go on to the limit
-        "kl": is_teacher or (reference and (reference.name == "tiny" or reference.random_init)),
+        "kl": is_teacher or reference.name == "tiny" or reference.random_init,
     }
     return {name for name, holds in silenced.items() if holds}
 

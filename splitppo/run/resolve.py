@@ -23,11 +23,12 @@ from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models import build, hub, tiny
 from splitppo.models.cost import Cost
+from splitppo.models.sequence import check_heads
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.trainable import cost_of
-from splitppo.placement import Placement, Role, holders
+from splitppo.placement import Placement, Role, check_sets, holders
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
-from splitppo.run.models import Model, check_sizes, hold_against, read_model
+from splitppo.run.models import TRAINED, Model, check_sizes, hold_against, read_model, setting_of
 from splitppo.run.sources import model_paths
 
 
@@ -75,38 +76,35 @@ class Resolved:
         """The group that holds a model."""
         return holders(self.config)[model]
 
+    def base_of(self, model: str) -> str:
+        """The model whose module holds it: with a shared base the policy's holds the value
+        model."""
+        return "policy" if model == "value" and self.config.value.share_base else model
+
     def cost(self, name: str) -> Cost:
         """What a model takes in this run."""
-        return _cost(
-            self.models[name],
-            self.dtype,
-            self.compiled and name != "reward",
-            name == "value" and self.config.value.share_base,
-        )
+        guest = self.base_of(name) != name
+        return _cost(self.models[name], self.dtype, self.compiled and name != "reward", guest)
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
-        config = self.config
-        held: dict[str, Offload] = {
-            "policy": config.policy.offload,
-            "value": config.value.offload,
-            "reference": "all" if config.reference.offload else "none",
-            "reward": "all" if config.reward.model_offload else "none",
+        if model in TRAINED:
+            return getattr(self.config, model).offload
+        frozen = {
+            "reference": self.config.reference.offload,
+            "reward": self.config.reward.model_offload,
         }
-        return held[model]
+        return "all" if frozen[model] else "none"
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the models' folders, a line each; of a folder that two
         models have, once."""
-        lines = []
-        shown: set[tuple[str, str]] = set()
+        lines: dict[tuple[str, str], str] = {}
         for name, model in self.models.items():
-            notes = [note for note in model.notes if (model.path, note) not in shown]
-            shown.update((model.path, note) for note in notes)
-            if notes:
-                lines.append(f"{name} of {model.name}: {'; '.join(notes)}")
-        return lines
+            for note in model.notes:
+                lines.setdefault((model.path, note), f"{name} of {model.name}: {note}")
+        return [*lines.values()]
 
     def inputs(self, *splits: PromptSet) -> dict[str, str]:
         """What identifies all that the run reads: its files (`inputs_of`), and the prompts of its
@@ -150,6 +148,32 @@ class Resolved:
         )
 
 
+def check_groups(resolved: Resolved) -> None:
+    """Refuses settings of two groups where there is one, a critic group without a model, and sets
+    that don't fill their group."""
+    colocated = resolved.placement.colocated
+    if resolved.config.placement.reference == "critic" and colocated:
+        raise UserError(
+            "placement.reference is for two groups, and every rank plays both roles; leave it unset"
+        )
+    if not colocated and any(resolved.base_of(name) != name for name in resolved.models):
+        raise UserError(
+            "value.share_base=True: policy and value model are on different ranks "
+            f"(placement.mode={resolved.placement.mode}); use placement.mode=colocated"
+        )
+    if not (colocated or "critic" in map(resolved.role_of, resolved.models)):
+        raise UserError(
+            f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
+            "critic ranks would hold no model; use placement.mode=colocated, or give them a "
+            "reward.model, or the reference of ppo.kl_coef (placement.reference=critic)"
+        )
+    check_sets(resolved.config, resolved.placement, local_world=resolved.local_world)
+    for name, model in resolved.models.items():
+        shape = resolved.config.set_shape(name)
+        if shape.sequence > 1:
+            check_heads(model.config, *shape, f"{setting_of(name)}={model.name}")
+
+
 @cache
 def _cost(model: Model, dtype: torch.dtype, compiled: bool, shared: bool) -> Cost:
     return cost_of(
@@ -190,7 +214,6 @@ def resolve(
     size = vocabulary_size(tokenizer)
     eos = eos_ids(policy.config, tokenizer, None if policy.path == "tiny" else Path(policy.path))
     check_sizes(config, models, size)
-    models = hold_against(tokenizer, models, eos, own_code=own_code)
     return Resolved(
         config=config,
         local=local,
@@ -200,7 +223,10 @@ def resolve(
         dtype=dtype,
         compiled={"on": True, "off": False, "auto": device.type == "cuda"}[config.compute.compile],
         engine=engine_kind(config, device.type),
-        models=models,
+        models={
+            name: hold_against(tokenizer, policy, name, model, eos, own_code=own_code)
+            for name, model in models.items()
+        },
         tokenizer=tokenizer,
         vocabulary_size=size,
         eos=eos,
@@ -227,8 +253,9 @@ def pick_device(config: Config, launch: Launch) -> torch.device:
 
 def dtype_of(config: Config, device: torch.device) -> torch.dtype:
     """The precision of forward and backward."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if config.compute.dtype == "auto" else config.compute.dtype)
+    if config.compute.dtype != "auto":
+        return getattr(torch, config.compute.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def pin(config: Config) -> tuple[Config, dict[str, str]]:

@@ -28,30 +28,29 @@ from splitppo.run.files import read_file, sync_folder, write_whole
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
-def tensors_of(learner: Learner | None) -> Tensors:
+def tensors_of(learners: Sequence[Learner]) -> Tensors:
     """The weights and AdamW's state: the tensors themselves, not copies. Of a model with adapters,
-    only what is trained. Nothing, if the group trains no model."""
+    only what is trained."""
     held: Tensors = {}
-    if not learner:
-        return held
-    for name, parameter in learner.sharded(learner.trainable.saved).items():
-        state = learner.state_of(parameter) if parameter.requires_grad else {}
-        for kind, tensor in {"model": parameter.detach(), **state}.items():
-            held.setdefault(kind, {})[name] = sharding.described(learner.model, name, tensor)
+    for learner in learners:
+        for name, parameter in learner.sharded(learner.trainable.saved).items():
+            state = learner.state_of(parameter) if parameter.requires_grad else {}
+            for kind, tensor in {"model": parameter.detach(), **state}.items():
+                held.setdefault(kind, {})[name] = sharding.described(learner.model, name, tensor)
     return held
 
 
 def load(
-    learner: Learner | None,
+    learners: Sequence[Learner],
     part: Path,
     set_states: Sequence[Callable[[dict[str, Any]], object]],
     group: Any,
 ) -> None:
-    """Loads a part into a group's learner, on any number of ranks; all ranks of the group call it.
+    """Loads a part into a group's learners, on any number of ranks; all ranks of the group call it.
     Each of `set_states` gets the `state` that `Saver.begin` got. `group`: as of `Saver`. Raises
     UserError if the part is damaged, or of other models."""
-    read_tensors(tensors_of(learner), part, process_group=group)
-    if learner:
+    read_tensors(tensors_of(learners), part, process_group=group)
+    for learner in learners:
         learner.release_memory(changed=True)
         learner.updates = step_of(part.parent)
     read_file(
@@ -66,12 +65,19 @@ class Saver:
     `begin` has copied the tensors to host memory. The thread writes the files, then waits for
     `commit`: the step's metrics are on disk before its checkpoint is complete. `group`: Gloo
     process group of the role's ranks; after `load`, this thread alone uses it. `committed`: the
-    group's first rank calls it after each complete part."""
+    group's first rank calls it after each complete part. `learners`: the one that the group trains,
+    if any."""
 
     def __init__(
-        self, learner: Learner | None, role: Role, run_dir: Path, group: Any, *, committed: Callable
+        self,
+        learners: Sequence[Learner],
+        role: Role,
+        run_dir: Path,
+        group: Any,
+        *,
+        committed: Callable,
     ):
-        self.learner = learner
+        self.learners = learners
         self.role = role
         self.run_dir = run_dir
         self.group = group
@@ -87,29 +93,28 @@ class Saver:
     def allocate(self) -> None:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
         first step."""
-        for kind, tensors in tensors_of(self.learner).items():
+        for kind, tensors in tensors_of(self.learners).items():
             self.copies[kind] = {
                 name: offload.host_copy(tensor) for name, tensor in tensors.items()
             }
-        if self.learner:
-            self.learner.release_memory()
+        for learner in self.learners:
+            learner.release_memory()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Starts to write the part of a step, as soon as the previous part is written. `state`, the
         same on all ranks, goes into state.json. Raises FloatingPointError if a weight is not
         finite; then nothing is written."""
         self.wait()
-        learner = self.learner
-        if learner:
+        for learner in self.learners:
             learner.check_finite()
         if not self.copies:
             self.allocate()
-        for kind, tensors in tensors_of(self.learner).items():
+        for kind, tensors in tensors_of(self.learners).items():
             for name, tensor in tensors.items():
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
                 )
-        if learner:
+        for learner in self.learners:
             self.files = learner.trainable.gather_files(learner.model)
             if learner.runner.device.type == "cuda":
                 torch.cuda.synchronize(learner.runner.device)
@@ -126,11 +131,6 @@ class Saver:
             self.may_commit.set()
         if self.error is not None:
             self.wait()
-
-    def commit_written(self, seconds: float) -> None:
-        """Waits up to `seconds` for a part that may be committed."""
-        if self.thread is not None and self.may_commit.is_set():
-            self.thread.join(seconds)
 
     def wait(self) -> None:
         """Waits until the part is complete. Raises UserError if the disk refused it, or
@@ -159,8 +159,7 @@ class Saver:
             dcp.save(self.copies, storage_writer=writer, process_group=self.group)
             names = [path.name for path in partial.glob(f"__{self.rank}_*")]
             names += [".metadata", "state.json"] * (self.rank == 0)
-            learner = self.learner
-            if learner and self.rank == 0:
+            for learner in self.learners if self.rank == 0 else ():
                 names += learner.trainable.write(partial, learner.model, self.files)
             measured = {name: measure(partial / name) for name in names}
             files: list[Any] = [{}] * dist.get_world_size(self.group)

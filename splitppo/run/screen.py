@@ -5,7 +5,7 @@ import shlex
 import sys
 import textwrap
 import unicodedata
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,6 @@ from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
 PAUSE = 1.0  # seconds between two lines of a role, at least
-SHOWN_TURNS = 6  # messages of a dialogue that the screen shows
 SAMPLE_LINES = 10  # lines from one sample to the next
 # figures of a role's line: name on the screen, metric, decimals, columns (six where it may be
 # negative)
@@ -53,11 +52,6 @@ def opening(
     config = resolved.config
     rollout = config.rollout
     placement = resolved.placement
-    rows = (
-        f"{rollout.window} tokens of each of {rollout.batch_size} slots,"
-        if rollout.window
-        else f"{rollout.batch_size} rows"
-    )
     due = {"held-out score": config.validate_every, "checkpoint": config.checkpoint.every}
     lines = {
         "splitppo": f"{installed('splitppo')}: ranks {placement.world}, {resolved.device.type}, "
@@ -70,15 +64,12 @@ def opening(
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
-        **(
-            {}
-            if config.has_value
-            else {"value": f"no value model: ppo.baseline={config.ppo.baseline}"}
-        ),
         "placement": f"{placement.mode}: "
         f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
-        "one step": f"{rows} ({rollout.samples} a prompt) of up to {rollout.max_new_tokens} new "
-        f"tokens; epochs {config.ppo.epochs}, mini-batches {config.ppo.mini_batches}",
+        "one step": f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to "
+        f"{rollout.max_new_tokens} new tokens, window {rollout.window}; epochs "
+        f"{config.ppo.epochs}, mini-batches {config.ppo.mini_batches}, baseline "
+        f"{config.ppo.baseline}",
         "steps": f"{start} to {config.steps}"
         f"{''.join(f', {name} every {every}' for name, every in due.items() if every)}",
         "run folder": f"{folder} (messages of libraries and engines: logs/)",
@@ -197,25 +188,12 @@ class Screen:
 
 
 def _shown(sample: Mapping[str, Any]) -> list[str]:
-    """A question and its answer, a line each; a dialogue's last messages, with what each turn of
-    the policy got and what the value model thought before it."""
+    """A question and its answer, a line each; of a dialogue all that came behind its prompt."""
     score = f"  (score {sample['score']:g})"
-    lines = [("question", str(sample["question"]), "")]
-    if turns := sample.get("turns"):
-        lines = [(turn["role"], turn["content"], _worth(turn)) for turn in turns[-SHOWN_TURNS:]]
-        lines.append(("ended by", f"{sample['end']}", score))
-    else:
-        lines.append(("answer", sample["response"], score))
     return [
-        f"[critic] {head:<10}{cut(text, WIDTH - 19 - len(note))}{note}"
-        for head, text, note in lines
+        f"[critic] question  {cut(str(sample['question']), WIDTH - 19)}",
+        f"[critic] answer    {cut(sample['response'], WIDTH - 19 - len(score))}{score}",
     ]
-
-
-def _worth(turn: Mapping[str, Any]) -> str:
-    """Reward and value of a turn, if it is the policy's."""
-    figures = [f"{name} {turn[name]:.3g}" for name in ("value", "reward") if name in turn]
-    return f"  ({', '.join(figures)})" if figures else ""
 
 
 def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[str] = ()) -> str:
@@ -237,9 +215,6 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             at = max(scores, key=lambda step: scores[step])
             first_and_last = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{first_and_last}; best {scores[at]:.3f} at step {at}"))
-    lines += [
-        (f"{role} time", _shares(role_steps)) for role, role_steps in steps.items() if role_steps
-    ]
     if free := idle_line(steps["critic"], config):
         lines.append(("value epochs", free))
     run = shlex.quote(str(folder))
@@ -253,17 +228,4 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             f"{'':<12} splitppo chat {run}",
             f"{'':<12} splitppo export {run}",
         ]
-    )
-
-
-def _shares(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The spans of a role's steps as shares of their time, the largest first."""
-    spent: Counter[str] = Counter()
-    for step in steps:
-        spent.update({name: value for name, value in step.items() if name.startswith("timing_s/")})
-    total = spent.pop("timing_s/step")
-    return ", ".join(
-        f"{name.removeprefix('timing_s/')} {value / total:.0%}"
-        for name, value in spent.most_common()
-        if value / total >= 0.015
     )

@@ -16,7 +16,7 @@ from typing import Any
 from splitppo.config import Config
 from splitppo.errors import UserError
 from splitppo.placement import ROLES, Role
-from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, table, write_whole
+from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, write_whole
 
 TABLE_ROWS = 64  # rows of a table at most
 SAMPLE_TABLES = 100  # training steps whose samples are shown, about
@@ -78,7 +78,8 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard. Those of a resumed run hide the steps that it repeats."""
+    """Event files in RUN/tensorboard, of figures alone. Those of a resumed run hide the steps that
+    it repeats."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter  # needs an optional package
@@ -93,8 +94,6 @@ class TensorBoard:
     ) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
-        for name, rows in tables.items():
-            self.writer.add_text(name, table(rows), step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
 
 

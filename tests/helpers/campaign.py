@@ -257,7 +257,7 @@ def save_in_the_end(folder: Path) -> None:
 
     def ended(self: Run) -> None:
         for part in parts:
-            weights = part.learner.weights(torch.float32) if part.learner else ()
+            weights = (w for learner in part.learners for w in learner.weights(torch.float32))
             held = {name: weight.clone() for name, weight in weights}
             if part.group.is_first:
                 torch.save(held, folder / f"{type(part).__name__}.pt")

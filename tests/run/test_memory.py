@@ -460,7 +460,7 @@ def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeyp
     )
     run: Any = SimpleNamespace(
         build=SimpleNamespace(resolved=found), runtime=SimpleNamespace(status=status),
-        last_checkpoint=lambda _: None,
+        last_checkpoint=lambda: None,
     )  # fmt: skip
     reported: list[BaseException] = []
     monkeypatch.setattr(run_main, "report_failure", lambda error, *_: reported.append(error) or 1)

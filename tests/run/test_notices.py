@@ -153,11 +153,11 @@ def test_a_sentence_fits_the_screen_and_names_a_page_that_is_there(sentence: str
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", set()),
-        ("--reward.function none", {"flat", "nothing"}),
-        ("--ppo.kl-coef 0.1", {"kl"}),  # random weights
-        ("--data.no-chat", {"cut"}),
-        ("--data.no-chat --rollout.stop x", set()),
+        ("", {"kl"}),  # random weights
+        ("--reward.function none", {"flat", "nothing", "kl"}),
+        ("--ppo.kl-coef 0.1", {"kl"}),
+        ("--data.no-chat", {"cut", "kl"}),
+        ("--data.no-chat --rollout.stop x", {"kl"}),
     ],
 )
 def test_a_run_that_is_meant_to_be_so_is_not_warned(flags: str, expected: set[str]) -> None:

@@ -234,7 +234,7 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     argv = [*SMALL, "--ppo.baseline=group", "--rollout.samples=2", "--placement.reference=critic"]
     due = tmp_path / "whole"
     run_ranks(2, main_rank, [*argv, f"--run-dir={due}"])
-    assert "no value model: ppo.baseline=group" in "".join(capfd.readouterr())
+    assert "mini-batches 2, baseline group" in "".join(capfd.readouterr())
     held = json.loads((due / "resolved.json").read_text())["models"]
     assert held.keys() == {"policy", "reference"}
     line = records(due, "critic")[-1]
@@ -555,7 +555,10 @@ def warned(*argv: str) -> list[str]:
 
 def test_what_is_allowed_but_hardly_meant_is_warned_of():
     assert warned() == []
-    unused = "reference.path=mine is not used: ppo.kl_coef and ppo.kl_loss_coef are 0"
+    unused = (
+        "reference.path=mine is not used: no reference is loaded (ppo.kl_coef and "
+        "ppo.kl_loss_coef are 0, or the policy's base is the reference)"
+    )
     assert warned("--reference.path=mine", "--ppo.kl-coef=0") == [unused]
     assert warned("--reference.path=mine", "--ppo.kl-loss-coef=0.1") == []
     assert warned("--reference.tensor-parallel=2") == [
@@ -728,7 +731,7 @@ def crash_rank(argv: list[str]) -> int:
     advantages, recv, show = Critic.advantages, Wire.recv, traceback.format_exception
 
     def crash(self: Critic, *scored: Any) -> Any:
-        if self.learner and self.learner.updates == 1:
+        if self.learners[0].updates == 1:
             raise ValueError("the critic's own trouble")
         return advantages(self, *scored)
 

@@ -122,25 +122,6 @@ def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_a_dialogue_is_shown_turn_by_turn(capsys) -> None:
-    screen = Screen("critic", 0, 50)
-    said = [
-        {"role": "user", "content": f"is it {n}?"} if n % 2
-        else {"role": "assistant", "content": str(n), "reward": 0.5, "value": 0.25}
-        for n in range(8)
-    ]  # fmt: skip
-    sample = {"question": "q", "response": "r", "score": 1.5, "end": "environment", "turns": said}
-    screen.samples = [sample]
-    screen.step(1, 2.0, {}, {})
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == [
-        "[critic] assistant 2  (value 0.25, reward 0.5)",
-        "[critic] user      is it 3?",
-    ]
-    assert lines[-1] == "[critic] ended by  environment  (score 1.5)"
-    assert len(lines) == 8
-
-
 def test_a_text_is_cut_by_the_columns_it_takes() -> None:
     wide = cut("\u6c34" * 200, 100)
     assert 90 <= len(wide) + wide.count("\u6c34") <= 100
@@ -227,13 +208,11 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     assert lines[0].split() == ["done", "3", "of", "4", "steps", "in", "0:00:40"]
     assert "score 0.250 at step 0, 0.500 at step 3; best 0.750 at step 2" in lines[1]
     assert "score 0.100 at step 1, 0.400 at step 4; best 0.400 at step 4" in lines[2]
-    assert lines[3].endswith("update 40%")  # sync's 1 % is left out
-    assert lines[4].endswith("score 100%, update 40%")
-    assert lines[5].endswith("waited 40 % of a step: ppo.value_epochs = 4 costs nothing")
-    assert lines[6].endswith("step_000003")
-    assert lines[7] == "warning      step 2: all rows"
-    assert lines[8].startswith("next ")
-    commands = [shlex.split(line.removeprefix("next")) for line in lines[8:]]
+    assert lines[3].endswith("waited 40 % of a step: ppo.value_epochs = 4 costs nothing")
+    assert lines[4].endswith("step_000003")
+    assert lines[5] == "warning      step 2: all rows"
+    assert lines[6].startswith("next ")
+    commands = [shlex.split(line.removeprefix("next")) for line in lines[6:]]
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 
