@@ -96,7 +96,7 @@ def warnings(resolved: Resolved) -> list[str]:
             "set data.validation_files"
         ]
         * (config.log.validate_every > config.validate_every),
-        *filter(None, [gpu and memory.check_memory(resolved, gpu)]),
+        *filter(None, [memory.check_memory(resolved, gpu) if gpu else None]),
         *(
             f"rollout.batch_size={rows} is {rows // cuts[role]} rows for a mini-batch of {ranks} "
             f"{role} ranks: {ranks - rows // cuts[role]} of them have no work; "

@@ -194,7 +194,8 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         ("fsdp.tensor_parallel", 2 * shape.tensor, True),
     ]
     for setting, value, helps in candidates:
-        changed = with_setting(resolved, *setting.split("."), value)
+        table, _, name = setting.partition(".")
+        changed = with_setting(resolved, table, name, value)
         if not helps or changed.config == config:
             continue
         with suppress(UserError):
