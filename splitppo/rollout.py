@@ -201,9 +201,8 @@ def _messages(
 
 def episode_of(row: int, prompt: Sequence[int], response: Sequence[int]) -> Episode:
     """An ended row whose response was sampled at once; it has no log-probs."""
-    return Episode(
-        row, array(IDS, prompt), (Segment(array(IDS, response), array(LOGPROBS)),), "eos"
-    )
+    sampled = Segment(array(IDS, response), array(LOGPROBS))
+    return Episode(row, array(IDS, prompt), (sampled,), "eos")
 
 
 def tensor_of(parts: Iterable[Any], dtype: torch.dtype) -> Tensor:
@@ -261,7 +260,9 @@ def unpack_rows(
     return episodes
 
 
-def _read_spans(stream: BytesIO, count: int = 0) -> tuple[Span, ...]:
+def _read_spans(stream: BytesIO, count: int = -1) -> tuple[Span, ...]:
+    if count < 0:  # of an earlier version: it did not tell the messages in a text apart
+        return (Span("user", 0, 1 << 30),)
     heads = SPAN.iter_unpack(stream.read(SPAN.size * count))
     return tuple(Span(role.rstrip(b"\0").decode(), begin, end) for role, begin, end in heads)
 

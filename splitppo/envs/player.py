@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from splitppo.config import Config
@@ -307,20 +307,9 @@ class Player:
         # the reward as a message holds it
         return Reply(row.row, observed, array(LOGPROBS, [turn.reward])[0], end)
 
-    def with_spans(self, row: Episode) -> Episode:
-        """A row of an earlier version, whose messages are read from its ids."""
-        segments = (
-            segment._replace(spans=self.turns.spans(segment.ids))
-            if segment.logprobs is None and segment.ids
-            else segment
-            for segment in row.segments
-        )
-        return replace(row, segments=tuple(segments), spans=self.turns.spans(row.prompt))
-
     def _observe(self, turn: Turn, said: array) -> Segment:
-        most = self._config.env.max_observation_tokens
-        ids = self.turns.observation(turn.messages, said, most)
-        return self._observed(ids, turn.messages)
+        messages = self.turns.cut(turn.messages, said, self._config.env.max_observation_tokens)
+        return self._observed(self.turns.observation(messages, said), messages)
 
     def _observed(self, ids: Sequence[int], messages: Sequence[Message]) -> Segment:
         return Segment(array(IDS, ids), None, spans=self.turns.spans(ids, messages))

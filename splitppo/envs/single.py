@@ -20,9 +20,6 @@ class SingleTurn:
     def poll(self, rows: Mapping[int, Episode], timeout: float) -> list[Any]:
         return []
 
-    def with_spans(self, row: Episode) -> Episode:
-        return row
-
     def keep(self, rows: Set[int]) -> None:
         pass
 

@@ -12,12 +12,11 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any
 
-from splitppo.envs import ROLES, Call, Message
+from splitppo.envs import Call, Message
 from splitppo.envs.calls import written_calls
 from splitppo.envs.tools import call_reader, instructions
 from splitppo.errors import UserError, one_line, well_formed
@@ -71,7 +70,6 @@ class Turns:
         names = "|".join(map(re.escape, self._controls.values())) or "(?!)"
         self._control_start = re.compile(f"(?={names})(.)", re.DOTALL)
         self.instructions = ""
-        self._takes_system = False
         self.notes: list[str] = []
         if tools and not tokenizer.chat_template:
             raise UserError(
@@ -82,31 +80,25 @@ class Turns:
             self.arguments["tools"] = list(tools)
         elif tools:
             self.instructions = instructions(tools, call_format)
-            with suppress(UserError):
-                shown = self._render([{**ASKED, "role": "system", "content": SPOKEN}, ASKED])
-                self._takes_system = SPOKEN in shown
             self.notes.append(
                 "the chat template does not read tools: their schemas stand in the system message"
             )
+        self._takes_system = self._shown({"role": "system", "content": SPOKEN}, ASKED) == 1
+        answer = _plain(Message("tool", SPOKEN, name="tool"))
+        self._takes_tools = self._shown(ASKED, SAID, answer) == 2
         written = None
         if tokenizer.chat_template and not self.instructions:
             written = written_calls(self._render)
         elif self.instructions and call_format == "auto":
             call_format = "hermes"  # as the instructions have it
         self._read_calls = call_reader(tokenizer, tools, call_format, written)
-        # around an assistant's text: the space that it samples first, and the ids up to the control
-        # token that ends its turn
-        before, _, after = self._render([ASKED, SAID], add_generation_prompt=False).partition(
-            SPOKEN
-        )
-        lead = before.removeprefix(self._render([ASKED]))
-        self._lead = lead if lead.isspace() else ""
-        ids = self._ids(after)
+        # the ids behind an assistant's text, up to the control token that ends its turn
+        whole = self._render([ASKED, SAID], add_generation_prompt=False)
+        ids = self._ids(whole.partition(SPOKEN)[2])
         controls = [at for at, token in enumerate(ids) if token in added]
         self._end = ids[: controls[0] + 1] if controls else []
         special = {token for token, part in added.items() if part.special}
         self._ends = {*special, *self._end[-1:]}  # ids that may end a turn
-        self._frames = {role: self._frame(role) for role in ROLES}
 
     def render(self, messages: Messages) -> str:
         """The text of a row's prompt, with the tools, up to where the policy speaks."""
@@ -125,74 +117,61 @@ class Turns:
         content, calls = json.loads(well_formed(text))
         return Message(said.role, content, tuple(Call(*call) for call in calls))
 
-    def observation(
-        self, messages: Sequence[Message], sampled: Sequence[int], limit: int | None = None
-    ) -> list[int]:
+    def observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """The ids between a turn and the next. `sampled` is the turn: the token that ends it may be
         among them (then it is not repeated; the line end that a template puts behind it comes
-        first) or not (a stop string ended it: the template's end of a turn comes first). The
-        longest texts are cut until there are at most `limit` ids, or nothing of them is left.
+        first) or not (a stop string ended it: the template's end of a turn comes first).
 
         Raises UserError if the template refuses the messages, ValueError if a control token comes
         out of their texts all the same.
         """
+        ids = self._encode(messages, self._tail, self._ids)
+        last = [*sampled[-1:]]
+        # GLM's policies end a turn by the token that begins the next one
+        end = self._end or last
+        ended = ids[: len(end)] == end and not self._ends.isdisjoint(last)
+        return ids[len(end) * ended :]
 
-        def shortened(size: int) -> list[int]:
-            short = [
+    def cut(
+        self, messages: Sequence[Message], sampled: Sequence[int], limit: int
+    ) -> Sequence[Message]:
+        """The messages with their longest texts cut, until `observation` has at most `limit` ids of
+        them, or nothing is left of the texts."""
+
+        def shortened(size: int) -> list[Message]:
+            return [
                 replace(message, content=message.content[:size] + CUT)
                 if len(message.content) > size
                 else message
                 for message in messages
             ]
-            ids = self._encode(short, self._tail, self._ids)
-            last = [*sampled[-1:]]
-            # GLM's policies end a turn by the token that begins the next one
-            end = self._end or last
-            ended = ids[: len(end)] == end and not self._ends.isdisjoint(last)
-            return ids[len(end) * ended :]
 
-        longest = max((len(message.content) for message in messages), default=0)
-        if limit is None:
-            return shortened(longest)
-        most = 4 * limit  # characters whose tokens are counted: megabytes take seconds
-        while most < longest and len(shortened(most)) <= 2 * limit:
-            most *= 4
-        if most >= longest and len(ids := shortened(longest)) <= limit:
-            return ids
-        fitting = bisect_right(
-            range(longest),
-            limit,
-            key=lambda size: limit + 1 if size > most else len(shortened(size)),
-        )
-        return shortened(max(fitting - 1, 0))
+        def fits(size: int) -> bool:
+            return len(self.observation(shortened(size), sampled)) <= limit
 
-    def spans(self, ids: Sequence[int], messages: Messages | None = None) -> tuple[Span, ...]:
-        """The messages that stand in these ids. Those that were cut, those that the template shows
-        in another form, and all of rows of earlier versions (None) are read from the ids."""
+        # so many characters are hardly within the limit, and megabytes take seconds
+        size = min(max((len(message.content) for message in messages), default=0), 16 * limit)
+        if not fits(size):
+            size = max(bisect_right(range(size), False, key=lambda size: not fits(size)) - 1, 0)
+        return shortened(size)
+
+    def spans(self, ids: Sequence[int], messages: Messages) -> tuple[Span, ...]:
+        """Where these messages stand in the text of their ids; one message with all of it if the
+        template shows one of them in a form that is not known."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        expected = self._read(ids) if messages is None else self._answers(messages)
         spans = []
         end = 0
-        for message in expected:
-            begin = text.find(message["content"], end)
-            end = begin + len(message["content"])
+        for message in self._answers(messages):
+            content = message["content"]
+            # some templates write JSON, some leave out the space around it
+            forms = (content, json.dumps(content, ensure_ascii=False), content.strip())
+            shown = next((form for form in forms if form in text[end:]), None)
+            if shown is None:
+                return (Span(message["role"], 0, len(text)),)
+            begin = text.index(shown, end)
+            end = begin + len(shown)
             spans.append(Span(message["role"], begin, end))
-        if all(span.begin >= 0 for span in spans):
-            return tuple(spans)
-        return (Span("user", 0, len(text)),) if messages is None else self.spans(ids)
-
-    def _read(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The messages whose ids these are: one of each text that the template frames as it does
-        those of a role. Ids that it does not frame so are a user's message."""
-        text = self.tokenizer.decode(list(ids))
-        for role, frame in self._frames.items():
-            head, *between, foot = frame or ("", "")
-            if head and foot and head in text and text.endswith(foot):
-                content = text.partition(head)[2].removesuffix(foot)
-                texts = content.split(*between) if between else [content]
-                return [{"role": role, "content": part} for part in texts]
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return [{"role": "user", "content": text}]
+        return tuple(spans)
 
     def check(
         self, messages: Sequence[Mapping[str, Any]], role: str, rewritten: str = "refuse"
@@ -205,48 +184,36 @@ class Turns:
         dialogue = self._instructed(messages)
         prompt = self._render(dialogue)
         before = self._render(dialogue, add_generation_prompt=False)
-        turns = [("", "<think>\nthought {}\n</think>\n\n")]
+        thoughts = [("", "<think>\nthought {}\n</think>\n\n")]
         if opened := OPENED.search(prompt.removeprefix(before)):
             tag, closed = opened.groups()
-            turns.append((opened[0], "" if closed else f"thought {{}}\n</{tag}>\n\n"))
-        for begun, thought in turns:
-            said = [f"{thought.format(number)}said {number}" for number in (1, 2)]
-            rewriting = self._rewriting(dialogue, prompt, role, begun, said)
-            if not rewriting:
-                return
-        if rewritten == "refuse":
+            thoughts.append((opened[0], "" if closed else f"thought {{}}\n</{tag}>\n\n"))
+        rewriting = [self._rewriting(dialogue, prompt, role, *thought) for thought in thoughts]
+        if rewritten == "refuse" and all(rewriting):
             raise UserError(
-                f"env.rewritten=refuse: the chat template rewrites {rewriting}; set "
-                "data.chat_kwargs or another template so that it does not, or --env.rewritten keep "
-                "(the policy then reads what it sampled)"
+                "env.rewritten=refuse: the chat template rewrites a dialogue once more messages "
+                f"follow: {rewriting[-1]}; set data.chat_kwargs or another template so that it "
+                "does not, or --env.rewritten keep (the policy then reads what it sampled)"
             )
 
     def _rewriting(
-        self,
-        messages: Sequence[dict[str, Any]],
-        prompt: str,
-        role: str,
-        begun: str,
-        said: Sequence[str],
+        self, messages: Sequence[dict[str, Any]], prompt: str, role: str, begun: str, thought: str
     ) -> str:
-        """Which message of a dialogue the template rewrites once more follow; "": none. The
-        policy has `said` texts behind `prompt` and further prompts, which have `begun` them."""
+        """What the template rewrites in a dialogue of two turns, and how; "": nothing. The policy
+        thinks and speaks behind `prompt` and a further one, which have `begun` its thought."""
         dialogue = [*messages]
-        parts = [prompt.removesuffix(begun)]  # of the prompt and each message behind it
-        for number, text in enumerate(said, 1):
+        appended = prompt
+        for number in (1, 2):
+            said = f"{thought.format(number)}said {number}"
             answer = Message(role, f"answer {number}", name="tool", tool_call_id=f"{number:09d}")
-            dialogue += [{"role": "assistant", "content": begun + text}, *self._answers([answer])]
-            parts += [begun + self._lead + text, self._tail([answer]).removesuffix(begun)]
-        appended = "".join(parts) + begun
-        whole = self._render(dialogue)
-        if "".join(whole.split()) == "".join(appended.split()):
+            dialogue += [{"role": "assistant", "content": begun + said}, *self._answers([answer])]
+            appended += said + self._tail([answer])
+        before = appended.split()
+        after = self._render(dialogue).split()
+        if "".join(before) == "".join(after):
             return ""
-        same = next(i for i, (a, b) in enumerate(zip_longest(whole, appended)) if a != b)
-        at = len(messages) + bisect_right([*accumulate(map(len, parts[:-1]))], same)
-        return (
-            f"message {at} ({dialogue[at - 1]['role']}) once more follow: {appended[same:][:40]!r} "
-            f"becomes {whole[same:][:40]!r}"
-        )
+        same = next(i for i, (a, b) in enumerate(zip_longest(before, after)) if a != b)
+        return f"{' '.join(before[same:][:6])!r} becomes {' '.join(after[same:][:6])!r}"
 
     def _tail(self, messages: Messages) -> str:
         """What the template puts behind an assistant's text when these messages follow."""
@@ -323,22 +290,17 @@ class Turns:
                 "use another template, or an environment that answers in other roles"
             ) from error
 
-    def _frame(self, role: str) -> list[str]:
-        """What the template puts before an answer's text, between two, and behind it; before and
-        behind it if it refuses two of the role; [] if it does not show the role."""
-        answer = _plain(Message(role, SPOKEN, name="tool"))
-        for answers in ([answer, answer], [answer]):
-            with suppress(UserError):
-                parts = self._render([ASKED, SAID, *answers]).split(SPOKEN)
-                if len(parts) == len(answers) + 2:
-                    parts[1] = parts[1].removeprefix(self.tokenizer.decode(self._end))
-                    return parts[1:]
-        return []
+    def _shown(self, *messages: Mapping[str, Any]) -> int:
+        """How many of a dialogue's placeholders the template shows; 0 if it refuses it."""
+        try:
+            return self._render(messages).count(SPOKEN)
+        except UserError:
+            return 0
 
     def _answers(self, messages: Messages) -> list[dict[str, Any]]:
         """An environment's messages. Tools answer as the user if the template knows no tools."""
         plain = [_plain(message) for message in messages]
-        if self._frames["tool"] or all(message["role"] != "tool" for message in plain):
+        if self._takes_tools or all(message["role"] != "tool" for message in plain):
             return plain
         return [{"role": "user", "content": "\n".join(message["content"] for message in plain)}]
 

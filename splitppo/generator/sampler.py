@@ -213,10 +213,10 @@ class Sampler:
         return unknown
 
     def _unpack(self, message: str, *, older: bool) -> Episode:
-        """A row of a checkpoint. Those of earlier versions have no spans."""
+        """A row of a checkpoint; of one of an earlier version, each answer is one message."""
         packed = tensor_of([b64decode(message)], torch.int32)
         (row,) = unpack_rows(packed, *OLDER) if older else unpack_rows(packed)
-        return self.player.with_spans(row) if older else row
+        return row
 
     def _by_slot(self, rows: Iterable[Episode]) -> dict[int, Episode]:
         return {self.streams.slot(row.row): row for row in rows}

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -230,7 +231,7 @@ def test_windows_and_replays_change_nothing():
 
 def test_open_rows_of_an_earlier_version_go_on():
     """`open_rows_fbdf6e3.json` is the state of these rows after two steps, as that commit's sampler
-    wrote it: its rows say nothing of messages."""
+    wrote it: its rows say nothing of messages, so that each answer becomes one."""
     info = {"turns": 4, "asks": 1}
 
     def steps(sampler: Any, first: int) -> list[list[Episode]]:
@@ -246,7 +247,8 @@ def test_open_rows_of_an_earlier_version_go_on():
     sampler.load_state(json.loads(older))
     assert [len(row.spans) for row in sampler.held.values()] == [1, 1, 1]
     rows = steps(sampler, 3)
-    assert rows == due
+    for row, other in zip(chain(*rows), chain(*due), strict=True):
+        assert (row.prompt, row.turns, row.end) == (other.prompt, other.turns, other.end)
     assert sum(map(len, rows)) > 3
     prompt = Prompt("go=", PROMPT, "", "", {})
     asked, said, heard, *_ = dialogue(prompt, rows[0][0], TOKENIZER.decode)

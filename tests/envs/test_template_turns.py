@@ -98,7 +98,7 @@ def test_the_line_end_behind_a_turn_is_observed():
 @pytest.mark.parametrize(
     ("template", "end", "role", "message"),
     [
-        (QWEN, "<|im_end|>", "user", r"rewrites message 2 \(assistant\) .* '<think>\\nthought 1"),
+        (QWEN, "<|im_end|>", "user", r"rewrites .*: .*thought 1.*' becomes '.*said 1"),
         (QWEN, "<|im_end|>", "tool", ""),
         (CHATML, "<|im_end|>", "user", ""),
         (CHATML, "<|im_end|>", "tool", ""),
@@ -112,7 +112,7 @@ def test_the_line_end_behind_a_turn_is_observed():
         ("{{ messages[-1].content }}", "</s>", "user", "does not show what the assistant said"),
         # what begins an answer stays only in the last
         (CHATML.replace("assistant\n{% endif %}", "assistant\nFirst:{% endif %}"), "<|im_end|>",
-         "user", r"rewrites message 1 \(user\)"),
+         "user", "rewrites .*: 'First:"),
     ],
 )  # fmt: skip
 def test_a_template_that_rewrites_is_refused(template: str, end: str, role: str, message: str):
@@ -132,7 +132,7 @@ def test_tools_that_move_in_the_template_are_refused():
     turns = Turns(tokenizer_of(MISTRAL, "</s>"), tools=[SCHEMA])
     prompt = [{"role": "user", "content": "asked"}]
     turns.check(prompt, "tool")
-    with pytest.raises(UserError, match=r"rewrites message 1 \(user\)"):
+    with pytest.raises(UserError, match=r"rewrites .* becomes"):
         turns.check(prompt, "user")
 
 
@@ -174,7 +174,7 @@ def test_a_prompt_that_opens_a_thought(template: str, role: str, accepted: bool)
     if accepted:
         turns.check(prompt, role)
     else:
-        with pytest.raises(UserError, match=r"rewrites message 2 \(assistant\)"):
+        with pytest.raises(UserError, match=r"rewrites .* becomes"):
             turns.check(prompt, role)
 
 
@@ -333,7 +333,6 @@ def test_without_a_chat_template():
     text = tokenizer.decode(observed)
     messages = [Message("user", "lower\n"), Message("user", "x")]
     assert [text[a:b] for _, a, b in turns.spans(observed, messages)] == ["lower\n", "x"]
-    assert turns.spans(observed) == (("user", 0, len(text)),)  # as earlier versions read it
     with pytest.raises(UserError, match="needs a chat template"):
         Turns(tokenizer, tools=[SCHEMA])
 
@@ -355,16 +354,16 @@ def test_an_observation_is_cut():
     messages = [Message("tool", "b" * 5000), Message("tool", "short")]
     said = [5, tokenizer.eos_token_id]
     whole = turns.observation(messages, said)
-    assert CUT not in tokenizer.decode(whole)
     for limit in (100, 200, len(whole) - 1):
-        ids = turns.observation(messages, said, limit)
+        shortened = turns.cut(messages, said, limit)
+        ids = turns.observation(shortened, said)
         text = tokenizer.decode(ids)
         assert limit - 15 < len(ids) <= limit
         assert f"b{CUT}<|im_end|>" in text
         assert text.endswith("short<|im_end|>\n<|im_start|>assistant\n")
-    assert turns.observation(messages, said, len(whole)) == whole
+    assert list(turns.cut(messages, said, len(whole))) == messages
     # the template's own tokens are over the limit
-    assert "b" not in tokenizer.decode(turns.observation(messages, said, 3))
+    assert {message.content for message in turns.cut(messages, said, 3)} == {CUT}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -378,6 +377,23 @@ def test_an_observation_is_read_as_its_messages(name):
             except UserError:  # Gemma's: no two of a role
                 continue
             whole = turns.tokenizer.decode(ids, skip_special_tokens=True)
-            for spans in (turns.spans(ids, messages), turns.spans(ids)):
-                assert "|".join(whole[span.begin : span.end] for span in spans) == "|".join(texts)
-                assert {span.role for span in spans} <= {role, "user"}
+            spans = turns.spans(ids, messages)
+            assert "|".join(whole[span.begin : span.end] for span in spans) == "|".join(texts)
+            assert {span.role for span in spans} <= {role, "user"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ m.content | trim }}", "a  b"),
+        ("{{ m.content | tojson }}", '"  a  b\\n"'),
+        ("{{ m.content.replace('  ', '_') }}", "tool\n_a_b\n\nassistant\n"),
+    ],
+)
+def test_where_a_message_stands_that_the_template_shows_otherwise(shown: str, expected: str):
+    turns = Turns(tokenizer_of(CHATML.replace("{{ m.content }}", shown), "<|im_end|>"))
+    messages = [Message("tool", "  a  b\n")]
+    ids = turns.observation(messages, [5, turns.tokenizer.eos_token_id])
+    ((role, begin, end),) = turns.spans(ids, messages)
+    text = turns.tokenizer.decode(ids, skip_special_tokens=True)
+    assert (role, text[begin:end].lstrip("\n")) == ("tool", expected)
