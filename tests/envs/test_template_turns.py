@@ -387,7 +387,7 @@ def test_an_observation_is_read_as_its_messages(name):
     [
         ("{{ m.content | trim }}", "a  b"),
         ("{{ m.content | tojson }}", '"  a  b\\n"'),
-        ("{{ m.content.replace('  ', '_') }}", "tool\n_a_b\n\nassistant\n"),
+        ("{{ m.content.replace('  ', '_') }}", "<|im_start|>tool\n_a_b\n\n<|im_start|>assistant\n"),
     ],
 )
 def test_where_a_message_stands_that_the_template_shows_otherwise(shown: str, expected: str):
