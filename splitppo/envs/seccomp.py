@@ -55,18 +55,15 @@ MACHINES = {
 }
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 NAMESPACES = 0x7E020000  # CLONE_NEW... of clone(2)
-# from here on all architectures have the same numbers; for a call that a kernel lacks, programs
-# know another one
-NEW = 424
 
 # of linux/filter.h
 LOAD = 0x20  # a word
 EQUAL = 0x15
-AT_LEAST = 0x35
 HAS = 0x45  # one of the bits
 RETURN = 0x06
 ALLOW = 0x7FFF0000
-FAIL = 0x00050000  # with an error number
+# as if the kernel had no such call, for which programs may know another one
+FAIL = 0x00050000 | errno.ENOSYS
 # places in struct seccomp_data; of an argument that of the low half
 NUMBER = 0
 ARCHITECTURE = 4
@@ -80,33 +77,27 @@ def seccomp_filter(machine: str) -> bytes:
     if machine not in MACHINES:
         raise RuntimeError(f"no list of system calls for {machine}")
     column, architecture, clone, setsockopt, sockets = MACHINES[machine]
-    numbers = [call.split()[column] for call in CALLS.split(",")]
     # 32-bit programs have other numbers
     code = [
         _line(LOAD, ARCHITECTURE),
         _line(EQUAL, architecture, skip=(1, 0)),
-        _line(RETURN, FAIL | errno.EPERM),
+        _line(RETURN, FAIL),
         _line(LOAD, NUMBER),
     ]
-    for number in numbers:
-        if number != "-":
+    for call in CALLS.split(","):
+        if (number := call.split()[column]) != "-":
             code += _when(EQUAL, int(number), [_line(RETURN, ALLOW)])
-    refuse = [_line(RETURN, FAIL | errno.EPERM)]
-    # else a socket could hold as much unread as the machine allows
-    for number, argument, test, value in (
-        (clone, FIRST, HAS, NAMESPACES),
-        (setsockopt, THIRD, EQUAL, socket.SO_SNDBUF),
+    for number, argument, test, values, answer, otherwise in (
+        (clone, FIRST, HAS, [NAMESPACES], FAIL, ALLOW),
+        # else a socket could hold as much unread as the machine allows
+        (setsockopt, THIRD, EQUAL, [socket.SO_SNDBUF], FAIL, ALLOW),
+        *((number, FIRST, EQUAL, FAMILIES, ALLOW, FAIL) for number in sockets),
     ):
-        choice = [_line(LOAD, argument), *_when(test, value, refuse), _line(RETURN, ALLOW)]
-        code += _when(EQUAL, number, choice)
-    for number in sockets:
-        choice = [_line(LOAD, FIRST)]
-        for family in FAMILIES:
-            choice += _when(EQUAL, family, [_line(RETURN, ALLOW)])
-        choice += [_line(RETURN, FAIL | errno.EAFNOSUPPORT)]
-        code += _when(EQUAL, number, choice)
-    code += _when(AT_LEAST, NEW, [_line(RETURN, FAIL | errno.ENOSYS)])
-    return b"".join([*code, *refuse])
+        choice = [_line(LOAD, argument)]
+        for value in values:
+            choice += _when(test, value, [_line(RETURN, answer)])
+        code += _when(EQUAL, number, [*choice, _line(RETURN, otherwise)])
+    return b"".join([*code, _line(RETURN, FAIL)])
 
 
 def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
