@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -111,11 +112,10 @@ def written_calls(render: Callable[..., str]) -> list[Written]:
         for message in _messages(calls):
             with suppress(UserError):
                 whole = render([ASKED, message], add_generation_prompt=False)
-                head = next(filter(whole.startswith, heads), "")
-                texts.append((head, whole.removeprefix(head)))
-        # some templates leave out the second call
-        words = [call.arguments["text"][:4] for call in calls]
-        texts = [(head, text) for head, text in texts if all(word in text for word in words)]
+                # some templates leave out the second call
+                if all(call.arguments["text"][:4] in whole for call in calls):
+                    head = next(filter(whole.startswith, heads), "")
+                    texts.append((head, whole.removeprefix(head)))
         if texts:
             written.append((calls, texts))
     return written if len(written) > 1 else []
@@ -146,16 +146,13 @@ def _messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
 def reads_all(read: CallReader, tokenizer: Any, written: Sequence[Written]) -> bool:
     """Whether all calls are read as they were written, each in one of its ways at least."""
 
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    def reads(calls: Sequence[Call], head: str, text: str) -> bool:
+        ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (head, text))
+        said = read(*ids)
+        # but for the ids, which the template may leave out
+        return [replace(call, id=NO_ID) for call in said.tool_calls] == [*calls]
 
-    def parts(calls: Sequence[Call]) -> list[tuple[str, dict[str, Any]]]:
-        return [(call.name, call.arguments) for call in calls]
-
-    return all(
-        any(parts(read(ids(head), ids(text)).tool_calls) == parts(calls) for head, text in texts)
-        for calls, texts in written
-    )
+    return all(any(reads(calls, *text) for text in texts) for calls, texts in written)
 
 
 def template_reader(tokenizer: Any, schemas: list[dict[str, Any]]) -> CallReader:
@@ -181,16 +178,14 @@ def text_reader(
         call = re.compile(pattern)
         # the thoughts behind it: so its groups have the numbers, and flags stand first
         scan = re.compile(f"{pattern}|(?P<thought>{_THOUGHT})", re.DOTALL)
+        if not call.groups or ("name" in call.groupindex) != ("arguments" in call.groupindex):
+            raise re.error("it has no group for a call")
     except re.error as error:
         raise UserError(
-            f"env.call_format={pattern} is no regular expression ({error}); "
-            f"use auto, {', '.join(FORMATS)} or one with a group for the JSON of a call"
+            f"env.call_format={pattern} is no regular expression of a call ({error}); use auto, "
+            f"{', '.join(FORMATS)}, or one with a group for the JSON of a call, or with the groups "
+            "`name` and `arguments`"
         ) from error
-    if not call.groups or ("name" in call.groupindex) != ("arguments" in call.groupindex):
-        raise UserError(
-            f"env.call_format={pattern} has no group for a call; put its JSON into brackets, or "
-            "have the groups `name` and `arguments`"
-        )
     parameters = {
         schema["function"]["name"]: schema["function"]["parameters"].get("properties", {})
         for schema in schemas

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from splitppo.envs.seccomp import seccomp_filter
 from splitppo.errors import UserError, one_line
@@ -53,7 +54,7 @@ def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> 
     """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
     end well. Raises RuntimeError if this machine allows no jail."""
     calls = seccomp_filter(platform.machine()).hex()
-    with subprocess.Popen(
+    process: Any = subprocess.Popen(
         [
             os.path.realpath(sys.executable), "-I", "-S", _JAIL,
             json.dumps(
@@ -62,10 +63,8 @@ def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> 
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
         start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
+    )  # fmt: skip
+    with process:
         with suppress(BrokenPipeError), process.stdin as program:
             program.write(code.encode(errors="replace"))
         printed = process.stdout.read(OUTPUT + 1)

@@ -172,7 +172,7 @@ def test_calls_are_read(call_format: str, text: str, expected: list[Call] | str)
 
 @pytest.mark.parametrize(
     ("call_format", "message"),
-    [("(", "no regular"), ("call", "no group"), ("(?P<name>a)", "no group")],
+    [("(", "unterminated"), ("call", "no group"), ("(?P<name>a)", "no group")],
 )
 def test_a_wrong_format_is_refused(call_format: str, message: str):
     with pytest.raises(UserError, match=message):

@@ -136,7 +136,10 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
         "    try: os.fstat(n); found.append(n)\n    except OSError: pass\nprint(found)",
         "[]",
     ),
-    "opens a disk": ("import os; os.mknod('disk', 0o60600, os.makedev(254, 0))", "Function not implemented"),
+    "opens a disk": (
+        "import os; os.mknod('disk', 0o60600, os.makedev(254, 0))",
+        "Function not implemented",
+    ),
     # writing
     "writes beside the user's file": ("open({secret!r} + '2', 'w')", "FileNotFoundError"),
     "writes in the root folder": ("open('/file', 'w')", "Read-only file system"),
@@ -216,7 +219,10 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
         "import os\nif os.fork() == 0: bytearray(600 << 20)\nos.wait()",
         "MemoryError",
     ),
-    "keeps memory in a file without a name": ("import os; os.memfd_create('a')", "Function not implemented"),
+    "keeps memory in a file without a name": (
+        "import os; os.memfd_create('a')",
+        "Function not implemented",
+    ),
     "keeps memory under a name": (
         "from multiprocessing.shared_memory import SharedMemory as S; S('a', True, 1 << 20)",
         "FileNotFoundError",
