@@ -40,7 +40,6 @@ from test_engine import (
 )
 from tiers import wide
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 
 from splitppo import train
@@ -315,10 +314,10 @@ def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> 
             )
 
         before = torch.empty(2**26, dtype=torch.uint8, device=device)
-        bucket = trainer_side._bucket("", 2**25, device)
+        bucket, handle = trainer_side._bucket("", 2**25, device)
         after = torch.empty(2**26, dtype=torch.uint8, device=device)
         assert [expandable(tensor) for tensor in (before, bucket, after)] == [True, False, True]
-        assert reduce_tensor(bucket)[1]
+        assert handle
     finally:
         allocator._accelerator_setAllocatorSettings("expandable_segments:False")
 
@@ -332,6 +331,7 @@ def test_buckets_are_made_without_expandable_segments(
     monkeypatch.setenv(name, EXPANDABLE)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: said.append("made"))
+    monkeypatch.setattr(trainer_side, "reduce_tensor", lambda _: (None, ()))
     trainer_side._bucket("", 2**20, torch.device("cuda"))
     assert said == [EXPANDABLE.replace("True", "False"), "made", EXPANDABLE]
 
@@ -692,7 +692,7 @@ def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(
 ) -> None:
     made: list[Any] = []
     own = SimpleNamespace(
-        steady=lambda scheduler, ends: bool(made.append((scheduler, ends)) or True)
+        steady=lambda scheduler, ends, rows: bool(made.append((scheduler, ends)) or True)
     )
     monkeypatch.setitem(sys.modules, "splitppo.engine.vllm.scheduler", own)
     monkeypatch.setattr(vllm_host, "vllm_version", lambda: version)

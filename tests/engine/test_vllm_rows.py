@@ -10,7 +10,7 @@ import pytest
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import Ask, OpenPiece, row_seed
-from splitppo.engine.vllm.rows import Rows, TokenBatch, params_of, piece_of
+from splitppo.engine.vllm.rows import Rows, params_of, piece_of
 
 SAMPLING = RolloutConfig(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=5)
 GREEDY = RolloutConfig(max_new_tokens=9, temperature=0.0, top_p=0.9, top_k=5)
@@ -83,7 +83,8 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     engine = Engine(
         [core("own 0/3", [7], [-0.5]), core("own 1/3", [8, 9], [-1.0, -2.0])],
         [
-            TokenBatch(["own 1/3", "own 0/3"], [4, 5], [-3.0, -4.0]),
+            core("own 1/3", [4], [-3.0]),
+            core("own 0/3", [5], [-4.0]),
             core("own 0/9", [1], [-1.0], "stop"),
         ],
         [core("own 0/3", [6], [-6.0], "stop"), core("own 1/3", [2], [-7.0], "length")],

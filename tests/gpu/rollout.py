@@ -86,18 +86,18 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
         device=device,
         threads=torch.get_num_threads(),
     )
-    llm, facts = start_llm(plan)
-    runner = "second" if getattr(llm.vllm_config, "use_v2_model_runner", False) else "first"
+    rows, facts = start_llm(plan)
+    runner = "second" if getattr(rows.llm.vllm_config, "use_v2_model_runner", False) else "first"
     print(f"{facts}, {runner} runner", flush=True)
-    return llm, plan
+    return rows, plan
 
 
 def rollout(
-    llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int
+    rows: Rows, plan: Plan, lengths: list[int], prompt: int, seed: int
 ) -> tuple[float, dict[int, list[float]]]:
     """Seconds of a rollout, and those of its decode steps by the rows left, up to a power of
     two."""
-    draw, rows, steps = random.Random(seed), Rows(llm, plan.eos), {}
+    draw, llm, steps = random.Random(seed), rows.llm, {}
     prompts = [[draw.randrange(1, plan.vocabulary) for _ in range(prompt)] for _ in lengths]
     asks = [
         Ask(row, ids, 0, tokens, False)
@@ -117,10 +117,13 @@ def rollout(
 
 
 def compare(
-    llm: Any, plan: Plan, lengths: list[int], prompt: int, seed: int
+    rows: Rows, plan: Plan, lengths: list[int], prompt: int, seed: int
 ) -> tuple[float, float]:
     """Seconds of a rollout all scheduled by vLLM, and of the same one with `engine.steady`."""
-    scheduler, names = llm.engine_core.engine_core.scheduler, ("schedule", "update_from_output")
+    scheduler, names = (
+        rows.llm.engine_core.engine_core.scheduler,
+        ("schedule", "update_from_output"),
+    )
     ours = {name: getattr(scheduler, name) for name in names}
     for name in names:
         vars(scheduler).pop(name, None)  # what `steady` has put there
@@ -131,7 +134,7 @@ def compare(
         vars(scheduler).update(
             {name: timed(method, spent[name]) for name, method in methods.items()}
         )
-        took, steps = rollout(llm, plan, lengths, prompt, seed)
+        took, steps = rollout(rows, plan, lengths, prompt, seed)
         medians = ", ".join(
             f"<= {n}: {1e3 * statistics.median(part):.2f}" for n, part in sorted(steps.items())
         )
@@ -158,13 +161,13 @@ def timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     return call
 
 
-def profile(llm: Any, plan: Plan, lengths: list[int], prompt: int) -> None:
+def profile(rows: Rows, plan: Plan, lengths: list[int], prompt: int) -> None:
     """Prints the kernels (on the CPU: operators) that take longest, in microseconds of a step."""
     on_gpu = plan.device == "cuda"
     with torch.profiler.profile(
         activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     ) as profiler:
-        _, steps = rollout(llm, plan, lengths, prompt, seed=99)
+        _, steps = rollout(rows, plan, lengths, prompt, seed=99)
     count, events = sum(map(len, steps.values())), profiler.key_averages()
     spent = {
         event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -191,13 +194,13 @@ def open_prompts(lengths: list[int], rows: int, prompt: int, ids: int) -> list[l
     return [[draw.randrange(1, ids) for _ in range(size)] for size in sizes]
 
 
-def window(llm: Any, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
+def window(rows: Rows, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
     """Prints the seconds of a rollout in which each row gets `tokens` tokens, by their use."""
+    llm = rows.llm
     scheduler = llm.engine_core.engine_core.scheduler
     spent: dict[str, list[float]] = {"schedule": [], "update_from_output": []}
     for name, seconds in spent.items():
         setattr(scheduler, name, timed(getattr(scheduler, name), seconds))
-    rows = Rows(llm, plan.eos)
     asks = [Ask(row, ids, 0, tokens, False) for row, ids in enumerate(prompts)]
     sent = time.perf_counter()
     submitted = pickle.loads(pickle.dumps((asks, plan.config.rollout, 1)))
@@ -251,16 +254,16 @@ def main() -> None:
     os.environ.update(SETTINGS)
     lengths = lengths_of(options.lengths)
     longest = max(lengths) + options.window
-    llm, plan = start(options, longest)
+    rows, plan = start(options, longest)
     if options.window:
         for count in options.rows:
             prompts = open_prompts(lengths, count, options.prompt, plan.vocabulary)
-            window(llm, plan, prompts, options.window)
+            window(rows, plan, prompts, options.window)
         return
     for count in options.rows:
         own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
         both = [
-            compare(llm, plan, own, options.prompt, repeat) for repeat in range(options.repeats)
+            compare(rows, plan, own, options.prompt, repeat) for repeat in range(options.repeats)
         ]
         ratio = statistics.median(plain / steady for plain, steady in both)
         print(
@@ -269,7 +272,7 @@ def main() -> None:
             flush=True,
         )
         if options.profile:
-            profile(llm, plan, own, options.prompt)
+            profile(rows, plan, own, options.prompt)
 
 
 if __name__ == "__main__":

@@ -86,15 +86,10 @@ class VLLMEngine(RolloutEngine):
                 time.sleep(0.02)
         largest = max(shape.numel() for _, shape in self.names.values())
         size = max(BUCKET[self.device.type], largest * self.dtype.itemsize)
-        socket = Path(self.address)
-        paths = [str(socket.with_name(f"bucket_{self.index}_{number}")) for number in range(2)]
-        self._buckets = [_bucket(path, size, self.device) for path in paths]
-        handles: list[Any] = (
-            [[*reduce_tensor(bucket)[1]] for bucket in self._buckets]
-            if self.device.type == "cuda"
-            else [(size, path) for path in paths]
-        )
-        line = self._ask("hello", self.index, handles)
+        path = Path(self.address).with_name(f"bucket_{self.index}")
+        made = [_bucket(f"{path}_{number}", size, self.device) for number in range(2)]
+        self._buckets = [bucket for bucket, _ in made]
+        line = self._ask("hello", self.index, [handle for _, handle in made])
         if self.process:
             self.process.remove_folder()  # all ranks are connected, and the buckets stay mapped
         return line
@@ -140,8 +135,7 @@ class VLLMEngine(RolloutEngine):
         finally:
             if loading and self._conn:
                 self._answer("load")
-        totals = torch.stack(list(sums.values())).tolist() if sums else []
-        sent = {n: (self.names[n][1].numel(), total) for n, total in zip(sums, totals, strict=True)}
+        sent = {name: (self.names[name][1].numel(), int(total)) for name, total in sums.items()}
         lost, different = self._ask("verify", sent)
         if lost:
             raise UserError(
@@ -264,14 +258,17 @@ class VLLMEngine(RolloutEngine):
         )
 
 
-def _bucket(path: str, size: int, device: torch.device) -> Tensor:
-    """`size` bytes that another process can map: GPU memory, or the file `path`."""
+def _bucket(path: str, size: int, device: torch.device) -> tuple[Tensor, Any]:
+    """`size` bytes that another process can map: GPU memory, or the file `path`. And what it maps
+    them by."""
     if device.type != "cuda":
-        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        handle = {"filename": path, "shared": True, "size": size, "dtype": torch.uint8}
+        return torch.from_file(**handle), handle
     allocator: Any = torch._C
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     allocator._accelerator_setAllocatorSettings(fixed_segments(settings))
     try:
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        return bucket, [*reduce_tensor(bucket)[1]]
     finally:
         allocator._accelerator_setAllocatorSettings(settings)

@@ -119,20 +119,22 @@ def _patch_vllm(plan: Plan) -> None:
         module.get_file_store_init_method = lambda: f"file://{folder}/{folder.name}"
 
 
-def start_llm(plan: Plan) -> tuple[Any, str]:
-    """Builds the engine, limited to the plan's vocabulary. Returns it with a line about it for the
-    log."""
+def start_llm(plan: Plan) -> tuple[Rows, str]:
+    """Builds the engine, limited to the plan's vocabulary. Returns its rows, none yet, with a line
+    about it for the log."""
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
+    rows = Rows(llm, plan.eos)
     installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
     if plan.config.engine.steady and installed.startswith(STEADY):
         from splitppo.engine.vllm.scheduler import steady
 
-        scheduling = "" if steady(llm.engine_core.engine_core.scheduler, plan.eos) else scheduling
+        if steady(llm.engine_core.engine_core.scheduler, plan.eos, rows.open):
+            scheduling = ""
     cache = llm.vllm_config.cache_config
-    return llm, (
+    return rows, (
         f"vLLM {installed}, built in {time.monotonic() - start:.1f} s, {scheduling}"
         f"KV cache for {(cache.num_gpu_blocks or 0) * cache.block_size:,} tokens"
     )
@@ -141,10 +143,10 @@ def start_llm(plan: Plan) -> tuple[Any, str]:
 class Host:
     """The engine and the ranks that it serves, which call its methods (messages.py)."""
 
-    def __init__(self, llm: Any, conns: Sequence[Connection], eos: Sequence[int]):
-        self.llm = llm
+    def __init__(self, rows: Rows, conns: Sequence[Connection]):
+        self.llm = rows.llm
         self.conns = conns
-        self.rows = Rows(llm, eos)
+        self.rows = rows
         # calls of ranks that wait for the others
         self.calls: list[deque[Any]] = [deque() for _ in conns]
         # vLLM's steps since it had no row
@@ -256,14 +258,15 @@ def main() -> int:
     try:
         plan = read_plan()
         os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
-        llm, line = start_llm(plan)
+        rows, line = start_llm(plan)
         conns, buckets = zip(*connect(plan), strict=True)
-        llm.collective_rpc("splitppo_attach", args=(buckets,))
+        rows.llm.collective_rpc("splitppo_attach", args=(buckets,))
         for conn in conns:
             conn.send(line)
-        Host(llm, conns, plan.eos).serve()
+        Host(rows, conns).serve()
         if len(conns) > 1:
-            llm.engine_core.shutdown()  # ends the workers, which then remove their shared memory
+            # ends the workers, which then remove their shared memory
+            rows.llm.engine_core.shutdown()
     except (EOFError, ConnectionResetError, BrokenPipeError):
         print("a rank of this engine has ended", file=sys.stderr)
         return 1

@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from splitppo.config import RolloutConfig
@@ -15,21 +14,12 @@ from splitppo.rollout import End
 ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """One token for each of several rows that did not end. Replaces one of vLLM's outputs for each
-    row."""
-
-    names: list[str]  # request ids
-    tokens: list[int]
-    logprobs: list[float]
-
-
 class Rows:
     """The open rows of an engine; `eos`: ids that end a response.
 
-    Tokens are taken directly from vLLM's core. Its front end needs more time for each token than
-    the GPU does with a small model. Only rows with stop strings go through the front end, which
+    Tokens are taken directly from vLLM's core, those of steady rows from its scheduler
+    (scheduler.py). The front end needs more time for each token than the GPU does with a small
+    model. Only rows with stop strings go through the front end, which
     makes the text to search.
     """
 
@@ -60,7 +50,8 @@ class Rows:
         """Aborts a rank's rows."""
         names = [name for name, row in self.open.items() if row.rank == rank]
         (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
-        self.open = {name: row for name, row in self.open.items() if row.rank != rank}
+        for name in names:
+            del self.open[name]
 
     def step(self) -> list[tuple[int, Piece]]:
         """Runs vLLM's next step. Returns what ended with it, each with its rank."""
@@ -73,13 +64,7 @@ class Rows:
         ended = []
         rows = self.open
         for output in self.llm.engine_core.get_output().outputs:
-            if isinstance(output, TokenBatch):
-                for name, token, logprob in zip(
-                    output.names, output.tokens, output.logprobs, strict=True
-                ):
-                    rows[name].tokens.append(token)
-                    rows[name].logprobs.append(logprob)
-            elif row := rows.get(output.request_id):  # else it is late, of an aborted row
+            if row := rows.get(output.request_id):  # else it is late, of an aborted row
                 row.tokens += output.new_token_ids
                 if output.new_logprobs is not None:
                     row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()

@@ -209,22 +209,14 @@ class Received:
                 boxes[owner].append(box)
                 # The model may hold a wider dtype. Casting back is exact.
                 checks.append((owner, checksum(part(held[owner], box).to(self.dtype)) - expected))
-        for owner in [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]:
-            for first, end in gaps(held[owner].numel(), tuple(boxes[owner])):  # padding
-                checks.append((owner, checksum(part(held[owner], ((end - first,), (1,), first)))))
-        differences = (
-            torch.stack([difference for _, difference in checks]).tolist() if checks else []
-        )
-        different = {
-            owner for (owner, _), difference in zip(checks, differences, strict=True) if difference
-        }
-        totals = (
-            torch.stack([whole for whole, *_ in self.sums.values()]).tolist() if self.sums else []
-        )
+        for owner, tensor in held.items():
+            if isinstance(tensor, nn.Parameter):
+                for first, end in gaps(tensor.numel(), tuple(boxes[owner])):  # padding
+                    checks.append((owner, checksum(part(tensor, ((end - first,), (1,), first)))))
         return (
-            dict(zip(self.sums, totals, strict=True)),
+            {name: int(whole) for name, (whole, *_) in self.sums.items()},
             {name: [box for box, _, _ in pieces] for name, pieces in self.pieces.items()},
-            sorted(different),
+            sorted({owner for owner, difference in checks if difference}),
         )
 
     def _held(self) -> dict[str, Tensor]:

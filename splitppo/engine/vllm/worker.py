@@ -36,8 +36,15 @@ class WeightReceiver:
     get_model: Any
 
     def splitppo_attach(self, handles: list[list[Any]]) -> None:
-        """Maps this worker's buckets. `handles[rank]` are file paths, or arguments of CUDA IPC."""
-        self._splitppo_buckets = [self._splitppo_map(handle) for handle in handles[self.rank]]
+        """Maps this worker's buckets. `handles[rank]`: of each the arguments of `from_file`, or of
+        CUDA IPC."""
+        self._splitppo_buckets = [
+            # The seventh argument is the device's index, as the sender numbers its devices.
+            cast(Any, rebuild_cuda_tensor)(*handle[:6], self.device.index, *handle[7:])
+            if self.device.type == "cuda"
+            else torch.from_file(**handle)
+            for handle in handles[self.rank]
+        ]
         self._splitppo_received = Received(self.get_model())
 
     def splitppo_limit(self, vocabulary: int) -> None:
@@ -76,10 +83,3 @@ class WeightReceiver:
 
     def splitppo_report(self) -> Report:
         return self._splitppo_received.report()
-
-    def _splitppo_map(self, handle: Any) -> Tensor:
-        if self.device.type == "cuda":
-            # The seventh argument is the device's index, as the sender numbers its devices.
-            return cast(Any, rebuild_cuda_tensor)(*handle[:6], self.device.index, *handle[7:])
-        size, path = handle
-        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
