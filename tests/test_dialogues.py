@@ -227,7 +227,8 @@ def opened(run: Path) -> list[Episode]:
     return unpack_rows(tensor_of(packed, torch.int32))
 
 
-@pytest.mark.parametrize("window", [0, wide(5)])
+@pytest.mark.wide
+@pytest.mark.parametrize("window", [0, 5])
 def test_neither_workers_nor_delays_nor_stops_change_a_bit(game, tmp_path, window):
     """An engine and micro-batches of one row: which rows come together decides how sums are
     rounded. Under another placement figures are the same but for that."""

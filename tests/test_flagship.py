@@ -414,7 +414,7 @@ def test_one_rank_is_the_paper(baseline):
             {"placement__mode": "colocated", "fsdp__tensor_parallel": 2, "compute__packing": "on"},
         ),
         wide(3, {"placement__actor": 2, "reference__tensor_parallel": 2}),
-        (
+        wide(
             4,
             {
                 "placement__mode": "colocated",
@@ -640,7 +640,7 @@ FLAGS = {
 @pytest.mark.parametrize(
     ("name", "world", "placement"),
     [
-        ("sao", 3, {"placement__actor": 1}),
+        wide("sao", 3, {"placement__actor": 1}),
         wide("pretraining", 3, {"placement__actor": 2}),
         wide("pretraining", 2, {"placement__mode": "colocated"}),
         wide(

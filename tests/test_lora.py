@@ -99,7 +99,9 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
     [
         wide(2, "policy", {"placement__actor": 1, "policy__lora__targets": " ".join(TARGETS)}),
         wide(3, "value", {"placement__actor": 2, "compute__gather": "mini_batch"}),
-        (2, "policy value", {"placement__actor": 1, "policy__lora__path": "", "slow": "critic"}),
+        wide(
+            2, "policy value", {"placement__actor": 1, "policy__lora__path": "", "slow": "critic"}
+        ),
         wide(2, "policy value", {**COLOCATED, "policy__offload": "all", "ppo__kl_kind": "k1"}),
         (1, "policy value", {**SHARED, **COLOCATED}),
         wide(

@@ -89,7 +89,7 @@ def check(
         (3, {"placement__actor": 2}),
         wide(4, {"placement__actor": 1}),
         wide(2, {"placement__mode": "colocated"}),
-        (
+        wide(
             2,
             {
                 "placement__mode": "colocated",

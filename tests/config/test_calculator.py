@@ -84,7 +84,7 @@ def test_the_examples_are_calls_that_are_answered_so(policy: Path):
         assert said == answer
 
 
-@pytest.mark.ranks
+@pytest.mark.wide
 def test_the_first_steps(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tokens are bytes, so that rows need more room."""
     monkeypatch.setattr("prepare_calculator.FILES", {"train.jsonl": 80, "test.jsonl": 4})

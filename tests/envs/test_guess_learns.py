@@ -12,7 +12,7 @@ def held_out(run: Path) -> list[float]:
     return [line["val/score/mean"] for line in records(run, "actor") if "val/score/mean" in line]
 
 
-@pytest.mark.ranks
+@pytest.mark.campaign
 def test_the_first_steps(tmp_path: Path):
     argv = ["--data.task=guess", "--steps=4", f"--run-dir={tmp_path}", "--data.validation-rows=32"]
     run_ranks(1, main_rank, argv)

@@ -150,6 +150,7 @@ def after_step(whole: Path, step: int, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.wide
 def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_path):
     """From 1+1 to four ranks that hold the weights twice, from there to 1+2."""
     argv = [*SMALL, "--checkpoint.every=1"]
