@@ -40,7 +40,8 @@ from splitppo.placement import place
 from splitppo.rollout import Episode, episode_of
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
-from splitppo.tools.export import export, load_model
+from splitppo.tools.export import export
+from splitppo.tools.saved import load_model
 
 peft = pytest.importorskip("peft")
 __all__ = ["inputs"]  # a fixture

@@ -116,15 +116,11 @@ def _fetch(name: HubName, patterns: Sequence[str]) -> str:
     """Fetches what the cache lacks; returns the path. If the hub doesn't answer, the cache's commit
     will do."""
     try:
-        commit = (
-            HfApi()
-            .repo_info(
-                name.repo,
-                repo_type=name.kind,
-                revision=name.revision,
-                timeout=constants.HF_HUB_ETAG_TIMEOUT,
-            )
-            .sha
+        info = HfApi().repo_info(
+            name.repo,
+            repo_type=name.kind,
+            revision=name.revision,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
     except FAILURES as error:
         with suppress(*FAILURES):
@@ -132,6 +128,7 @@ def _fetch(name: HubName, patterns: Sequence[str]) -> str:
             print(f"{_explain(name, error)}. Going on with {path}", file=sys.stderr, flush=True)
             return path
         raise _explain(name, error) from error
+    commit = info.sha or ""
     new: list[Path] = []
     try:
         files = name.get(patterns, revision=commit, dry_run=True)

@@ -275,7 +275,7 @@ class Learner:
             loss = loss * (algo.aggregate_weight(batch.lengths, self.aggregate) / total[0])
             loss.backward()
             fraction = batch.lengths.sum() / total[1]
-            parts = {name: value * fraction for name, value in metrics.items()}
+            parts: dict[str, Any] = {name: value * fraction for name, value in metrics.items()}
             parts["loss"] = loss.detach()
             # of a rank without rows, a dummy batch counts as none
             parts["tokens"] = sum(rollout.totals[i] for i in rows)

@@ -262,7 +262,7 @@ class Adapter(Trainable):
             inference_mode=True,
         )
         folder.mkdir(parents=True, exist_ok=True)
-        settings.save_pretrained(folder)
+        settings.save_pretrained(str(folder))
         save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": self.digest()})
         return [*FILES]
 

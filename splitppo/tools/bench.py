@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from splitppo.config import RolloutConfig
 from splitppo.config.cli import parse, read_flags
@@ -39,7 +40,6 @@ class Bench:
             with one a line.
         warmup: Steps that are not measured.
         steps: Steps that are measured.
-        limit: Seconds after which a job is given up.
         out: Folder for everything; must not exist.
     """
 
@@ -48,23 +48,7 @@ class Bench:
     lengths: str | None = None
     warmup: int = 10
     steps: int = 5
-    limit: float = 1800.0
     out: str = "bench"
-
-
-@dataclass
-class Result:
-    """What a job measured."""
-
-    job: str
-    # role -> metric -> mean over the measured steps, on the group's first rank
-    metrics: dict[str, dict[str, float]]
-    tokens_s: float  # prompt and response tokens a second, all ranks
-    steps_s: list[float]  # seconds of each step
-
-    def seconds(self, role: str, *spans: str) -> float:
-        """Seconds of a step in these spans."""
-        return sum(self.metrics[role].get(f"timing_s/{span}", 0.0) for span in spans)
 
 
 def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
@@ -133,8 +117,8 @@ def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> 
     return flags
 
 
-def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
-    """Runs a job to its end, in the folder OUT/JOB. A job that fails or takes too long is a
+def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> dict[str, Any]:
+    """Runs a job to its end, in the folder OUT/JOB, and returns its figures. A job that fails is a
     UserError."""
     _, placement = parse_job(job, bench.gpus)
     folder = out / job.replace("/", "_")
@@ -147,9 +131,7 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
         print(*line, file=file, flush=True)
         with subprocess.Popen(line, stdout=file, stderr=file) as running:
             try:
-                status = running.wait(bench.limit)
-            except subprocess.TimeoutExpired as error:
-                raise UserError(f"took more than --limit {bench.limit:g} s; see {log}") from error
+                status = running.wait()
             finally:
                 # torchrun passes it on to its ranks; a kill would leave them running
                 running.terminate()
@@ -160,59 +142,44 @@ def run_job(job: str, bench: Bench, flags: list[str], out: Path) -> Result:
     return result_of(job, folder, bench.warmup)
 
 
-def result_of(job: str, folder: Path, warmup: int) -> Result:
-    """The figures of a job's run, without its first `warmup` steps."""
-    steps = {
-        role: [step.metrics for step in column.values()]
-        for role, column in zip(ROLES, read_columns(folder), strict=True)
+def result_of(job: str, folder: Path, warmup: int) -> dict[str, Any]:
+    """The figures of a job's run, without its first `warmup` steps: prompt and response tokens a
+    second of all ranks, the seconds of each step, and each role's metrics, means on the group's
+    first rank."""
+    last = [[step.metrics for step in column.values()][warmup:] for column in read_columns(folder)]
+    metrics = [{name: mean(lines, name) for step in lines for name in step} for lines in last]
+    actor = metrics[0]
+    return {
+        "job": job,
+        "tokens_s": actor["tokens"] / actor["timing_s/step"],
+        "steps_s": [step["timing_s/step"] for step in last[0]],
+        "metrics": dict(zip(ROLES, metrics, strict=True)),
     }
-    last = {role: lines[warmup:] for role, lines in steps.items()}
-    metrics = {
-        role: {n: mean(lines, n) for step in lines for n in step} for role, lines in last.items()
-    }
-    return Result(
-        job,
-        metrics,
-        tokens_s=metrics["actor"]["tokens"] / metrics["actor"]["timing_s/step"],
-        steps_s=[step["timing_s/step"] for step in last["actor"]],
-    )
 
 
-def gpu_name() -> str | None:
-    """Of the first GPU, asked without touching it; None without one."""
-    try:
-        return subprocess.check_output(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            stderr=subprocess.PIPE,
-            text=True,
-        ).splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
-def table(results: list[Result]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """The comparison as it is printed."""
-    base = next((result for result in results if result.job == "colocated"), results[0])
-    lines = [
-        {
-            "job": r.job,
-            "tokens/s": f"{r.tokens_s:,.0f}",
-            "s/step": f"{r.seconds('actor', 'step'):.2f}",
-            "from-to": f"{min(r.steps_s):.2f}-{max(r.steps_s):.2f}",
-            "rollout": f"{r.seconds('actor', 'rollout', 'barrier_wait'):.2f}",
-            "update": f"{r.seconds('actor', 'update'):.2f}",
-            "value upd.": f"{r.seconds('critic', 'update'):.2f}",
-            "idle a/c": "/".join(f"{r.metrics[role]['perf/idle_share']:.0%}" for role in ROLES),
-            # 10^12 model FLOPs (6 for each token and parameter) a second of a rank's update
-            "update TFLOP/s a/c": "/".join(
-                f"{r.metrics[role]['perf/update_tflop'] / r.seconds(role, 'update'):.0f}"
-                for role in ROLES
-            ),
-            "ratio": f"{r.tokens_s / base.tokens_s:.2f}x",
-        }
-        for r in results
-    ]
-    return "\n".join(as_text([tuple(lines[0]), *(tuple(line.values()) for line in lines)]))
+    base = next((result for result in results if result["job"] == "colocated"), results[0])
+    heads = ("job", "tokens/s", "ratio", "s/step", "from-to", "rollout", "update", "value upd.")
+    rows = [(*heads, "idle a/c")]
+    for result in results:
+        actor, critic = (result["metrics"][role] for role in ROLES)
+        steps = result["steps_s"]
+        rollout = actor.get("timing_s/rollout", 0.0) + actor.get("timing_s/barrier_wait", 0.0)
+        rows.append(
+            (
+                result["job"],
+                f"{result['tokens_s']:,.0f}",
+                f"{result['tokens_s'] / base['tokens_s']:.2f}x",
+                f"{actor['timing_s/step']:.2f}",
+                f"{min(steps):.2f}-{max(steps):.2f}",
+                f"{rollout:.2f}",
+                f"{actor.get('timing_s/update', 0.0):.2f}",
+                f"{critic.get('timing_s/update', 0.0):.2f}",
+                f"{actor['perf/idle_share']:.0%}/{critic['perf/idle_share']:.0%}",
+            )
+        )
+    return "\n".join(as_text(rows))
 
 
 @command
@@ -221,7 +188,6 @@ def main() -> int:
     bench, extra = read_flags(Bench, "splitppo bench", words(), return_unknown_args=True)
     ppo = parse(extra).ppo
     out = Path(bench.out)
-    gpu = gpu_name()
     jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
     for job in jobs:
         parse_job(job, bench.gpus)
@@ -243,19 +209,13 @@ def main() -> int:
         except UserError as error:
             print(f"  failed: {error}", flush=True)
             continue
-        speed = f"{results[-1].tokens_s:,.0f} tokens/s"
-        print(f"  {speed}, {results[-1].seconds('actor', 'step'):.2f} s a step", flush=True)
-        report = {
-            "bench": asdict(bench),
-            "flags": flags,
-            "gpu": gpu,
-            "results": [asdict(result) for result in results],
-        }
+        print(f"  {results[-1]['tokens_s']:,.0f} tokens/s", flush=True)
+        report = {"bench": asdict(bench), "flags": flags, "results": results}
         # after each job: the next may never end
         write_whole(out / "bench.json", json.dumps(report, indent=1) + "\n")
     if results:
         print(
-            f"\n{bench.gpus} x {gpu or 'CPU ranks'}, {bench.steps} steps after {bench.warmup}",
+            f"\n{bench.gpus} ranks, {bench.steps} steps after {bench.warmup}",
             table(results),
             sep="\n",
         )

@@ -5,7 +5,6 @@ size."""
 import json
 import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, islice
@@ -35,9 +34,9 @@ NO_METRICS = {"step", "time", "critic/step", "critic/time"}
 NAMES = ("seed", "run_dir", "log.name")  # settings in which the seeds of one configuration differ
 
 
-def build_page(folder: Path, run: Run, chosen: int | None, follow: int | None = None) -> str:
+def build_page(folder: Path, run: Run, chosen: int | None) -> str:
     """The page of a run. It opens with the timeline of the step `chosen`; None: no step has spans.
-    `follow`: of `render`. Raises UserError if a file of the run can't be read."""
+    Raises UserError if a file of the run can't be read."""
     actor, critic = run.columns
     timed = timed_steps(actor, critic)
     timelines = [
@@ -81,13 +80,12 @@ def build_page(folder: Path, run: Run, chosen: int | None, follow: int | None = 
             },
         },
         [run],
-        follow,
     )
 
 
-def build_comparison(runs: Sequence[Run], follow: int | None = None) -> str:
+def build_comparison(runs: Sequence[Run]) -> str:
     """The page of several runs: tables of their results and of the settings that differ, curves
-    over each other. `follow`: of `render`."""
+    over each other."""
     heads, *results = results_table(runs)
     names, *settings = settings_table(runs)
     data = {
@@ -95,20 +93,17 @@ def build_comparison(runs: Sequence[Run], follow: int | None = None) -> str:
         "about": f"{len(runs)} runs",
         "tables": [["Results", heads, results], ["Settings that differ", names, settings]],
     }
-    return render(data, runs, follow)
+    return render(data, runs)
 
 
-def render(data: dict[str, Any], runs: Sequence[Run], follow: int | None = None) -> str:
-    """The template with its data and the runs' curves. `follow`: after how many seconds the page
-    loads itself again; None: never."""
+def render(data: dict[str, Any], runs: Sequence[Run]) -> str:
+    """The template with its data and the runs' curves."""
     data |= {
         "runs": [
             {"name": run.name, "colour": run.colour, "clocks": clocks(run.series), "group": group}
             for run, group in zip(runs, seeds(runs), strict=True)
         ],
         "groups": groups([run.series for run in runs]),
-        "follow": follow,
-        "written": time.time(),
         "limits": {
             "timelines": TIMELINES,
             "rows": SAMPLE_ROWS,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from splitppo.errors import UserError
-from splitppo.tools.export import export, open_run
+from splitppo.tools.export import export
 
 
 def push(
@@ -31,12 +31,15 @@ def push(
         dtype: Precision of the uploaded weights.
         merged: Of a run with LoRA, upload whole models, not adapters.
     """
-    from splitppo.models.hub import REPO, upload  # takes seconds, and --help must not wait for it
+    # these take seconds, and --help must not wait for them
+    from splitppo.models.hub import REPO, upload
+    from splitppo.tools.saved import kinds_of, open_run
 
     if not re.fullmatch(REPO, repo, re.ASCII):
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
-    if value and not open_run(run, step)[0].has_value:
-        raise UserError("--value: the run has no value model, by its ppo.baseline; leave it out")
+    repos = {"policy": repo} | ({"value": f"{repo}-value"} if value else {})
+    if missing := {*repos} - {*kinds_of(open_run(run, step)[0])}:
+        raise UserError(f"--value: the run has no {missing.pop()} model; leave it out")
     out = export(run, step, dtype=dtype, merged=merged)
-    for kind, name in [("policy", repo), ("value", f"{repo}-value")][: 1 + value]:
+    for kind, name in repos.items():
         print(f"{kind}: {upload(out / kind, name, public=public)}")

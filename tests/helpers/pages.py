@@ -123,8 +123,8 @@ def write_run(run: Path, steps: int = 12, *, seed: int = 0, scale: float = 1.0) 
     return run
 
 
-def page_of(run: Path, chosen: int | None, follow: int | None = None) -> str:
-    return build_page(run, read_runs([run])[0], chosen, follow)
+def page_of(run: Path, chosen: int | None) -> str:
+    return build_page(run, read_runs([run])[0], chosen)
 
 
 def bare_run(*metrics: dict[str, float]) -> Run:

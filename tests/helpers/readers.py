@@ -23,7 +23,7 @@ from splitppo.run import trackers
 from splitppo.run.files import Tail, parse_record
 from splitppo.run.notices import follow
 from splitppo.tools.page import read_samples
-from splitppo.tools.report import write
+from splitppo.tools.report import report
 
 PAUSE = 0.02  # seconds between two readings
 
@@ -67,7 +67,7 @@ class Reader:
         for name in ("samples", "validation"):
             read_samples(self.run / name)
         try:
-            write([self.run], None, self.run / "page.html", follow=1, show=False)
+            report((self.run,), out=self.run / "page.html")
         except UserError as error:
             if "no step" not in str(error):
                 raise

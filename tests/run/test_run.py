@@ -44,7 +44,7 @@ from splitppo.run.life import Run
 from splitppo.run.resolve import pick_device
 from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
-from splitppo.tools import chat, export, plan, push
+from splitppo.tools import answers, chat, export, plan, push
 
 
 def frozen_rank(rank: int, argv: list[str]) -> int:
@@ -244,11 +244,10 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     rows = map(json.loads, (due / "samples" / "step_000004.jsonl").read_text().splitlines())
     assert all(row["tokens"].keys() == {"text", "advantage", "reward"} for row in rows)
     capfd.readouterr()
-    chat.show(due, chat.load(due, None, 0.0, None)("1+2=", 1))
-    assert capfd.readouterr().out.count("values: the run has no value model") == 2
+    chat.show(due, answers.load(due, None, 0.0, None)("1+2=", 1))
+    assert capfd.readouterr().out.count("values: none") == 2
     out = export.export(due)
     assert [path.name for path in out.iterdir()] == ["policy"]
-    assert "the run has no value model: ppo.baseline=group" in capfd.readouterr().out
     with pytest.raises(UserError, match="--value: the run has no value model"):
         push.push(due, "owner/name", value=True)
     told = plan.plan(due, gpus=4)

@@ -1,11 +1,10 @@
 """What headless Chromium makes of a report's page: the curves and what one does with them, the
-timeline, the rows, and a page that follows its run."""
+timeline, the rows, and a page that is loaded again."""
 
 import csv
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -425,9 +424,9 @@ def test_dialogues_show_who_spoke(show: Opener, tmp_path: Path):
 
 
 @pytest.mark.wide
-def test_a_page_that_follows_its_run_keeps_the_view(show: Opener, tmp_path: Path):
+def test_a_page_that_is_loaded_again_keeps_the_view(show: Opener, tmp_path: Path):
     run = write_run(tmp_path / "run")
-    page = show(page_of(run, 7, follow=1))
+    page = show(page_of(run, 7))
     path = tmp_path / "page0.html"
     page.evaluate("window.mark = 1")
     page.click("#open-all")
@@ -438,7 +437,8 @@ def test_a_page_that_follows_its_run_keeps_the_view(show: Opener, tmp_path: Path
     page.select_option("#step-select", "3")
     page.evaluate("window.scrollTo(0, 700)")
     write_metrics(run, 13)
-    path.write_text(page_of(run, 7, follow=1), encoding="utf-8")
+    path.write_text(page_of(run, 7), encoding="utf-8")
+    page.reload()
     page.get_by_text("run: 13 steps").wait_for()
     page.locator("#prompts .answer").first.wait_for()  # the last part that is drawn
     assert page.evaluate("window.mark") is None
@@ -449,17 +449,6 @@ def test_a_page_that_follows_its_run_keeps_the_view(show: Opener, tmp_path: Path
     assert page.locator("#timeline-title").inner_text().startswith("Step 3:")
     assert page.locator("#row-order").input_value() == "worse than expected"
     assert page.evaluate("window.scrollY") == 700
-    assert "Follows the run" in page.locator("#follow").inner_text()
-    page.check("#pause")
-    page.evaluate("window.mark = 2")
-    path.write_text(page_of(run, 7), encoding="utf-8")
-    time.sleep(1.5)
-    assert page.evaluate("window.mark") == 2, "it waits for its reader"
-    page.uncheck("#pause")
-    page.locator("#follow").wait_for(state="hidden")
-    page.evaluate("window.mark = 3")
-    time.sleep(1.5)
-    assert page.evaluate("window.mark") == 3, "the run has ended"
 
 
 @pytest.mark.wide

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from splitppo.__main__ import main
 from splitppo.config.cli import parse
 from splitppo.run import checkpoint
-from splitppo.tools import chat
-from splitppo.tools.export import load_model
+from splitppo.tools import answers, chat
+from splitppo.tools.saved import load_model
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
     trained, value = (load_model(config, run, kind, saved) for kind in ("policy", "value"))
     before: Any = AutoModelForCausalLM.from_pretrained(run / "tiny")
     ids = tokenizer("12+7=").input_ids
-    found = chat.load(run, step, 0.0, 4)("12+7=", 0)
+    found = answers.load(run, step, 0.0, 4)("12+7=", 0)
     for model, answer in zip((trained.causal, before), found, strict=True):
         response = greedy(model, ids, 4)
         assert "".join(answer["text"]) == tokenizer.decode(response, skip_special_tokens=True)
@@ -69,8 +69,8 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
 
 
 def test_a_temperature_draws_anew_for_each_line(run: Path):
-    answers = chat.load(run, None, 1.0, 12)
-    texts = ["".join(answers("1", number)[1]["text"]) for number in (0, 1, 0)]
+    answer = answers.load(run, None, 1.0, 12)
+    texts = ["".join(answer("1", number)[1]["text"]) for number in (0, 1, 0)]
     assert texts[0] == texts[2] != texts[1]
 
 
@@ -136,11 +136,11 @@ def test_a_block_stands_under_each_character():
 def test_a_terminal_shows_both_side_by_side(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "20")
-    answers = [
+    both = [
         {"text": ["1", "2"], "value": [-5.0, 50.0]},
         {"text": [*"abcdefgh", "9"], "value": [50.0] * 9},
     ]
-    chat.show(run, answers)
+    chat.show(run, both)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:5] == [
         "12         abcdefgh",
@@ -165,9 +165,9 @@ def test_a_prompt_is_rendered_as_the_run_renders_it(run: Path, tmp_path: Path):
         'chat_kwargs = "{}"', 'chat_kwargs = \'{"mark": "="}\'\nsystem = "2+"'
     )
     settings.write_text(changed)
-    given = chat.load(tmp_path / "run", None, 0.0, 3)("1", 0)
-    assert given == chat.load(run, None, 0.0, 3)("s2+.u1.=", 0)
-    assert given != chat.load(run, None, 0.0, 3)("1", 0)
+    given = answers.load(tmp_path / "run", None, 0.0, 3)("1", 0)
+    assert given == answers.load(run, None, 0.0, 3)("s2+.u1.=", 0)
+    assert given != answers.load(run, None, 0.0, 3)("1", 0)
 
 
 ENV = """
@@ -187,7 +187,7 @@ def test_an_environment_answers_between_turns(run: Path, tmp_path: Path):
     file = tmp_path / "run" / "config.toml"
     path = f'path = "{tmp_path / "env.py"}:Asks"'
     file.write_text(file.read_text().replace("[env]\n", f"[env]\n{path}\n"))
-    for answer in chat.load(tmp_path / "run", None, 5.0, 400)("12=", 0):
+    for answer in answers.load(tmp_path / "run", None, 5.0, 400)("12=", 0):
         said = list(zip(answer["text"], answer["value"], strict=True))
         heard = "".join(text for text, value in said if value is None)
         assert heard == "so?" * (len(heard) // 3) != ""

@@ -11,7 +11,8 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.models.hub import public_name
-from splitppo.tools.export import export, public_settings
+from splitppo.tools.export import export
+from splitppo.tools.saved import public_settings
 
 COMMIT = "0123456789" * 4
 

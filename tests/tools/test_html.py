@@ -259,7 +259,6 @@ def test_page_is_one_file_with_the_run_in_it(tmp_path: Path):
     assert data["placement"] == ["no placement.txt in the run's folder"]
     assert data["samples"]["held-out"]["rows"][-1]["response"] == EVIL
     assert [found["per_prompt"] for found in data["samples"].values()] == [2, 1]
-    assert (data["follow"], data_of(page_of(tmp_path / "run", 7, follow=9))["follow"]) == (None, 9)
 
 
 def test_page_of_a_bare_run(tmp_path: Path):

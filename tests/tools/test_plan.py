@@ -337,7 +337,6 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         bench, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedJob})
     )
-    monkeypatch.setattr(bench, "gpu_name", lambda: None)
     assert bench.main() == 0
     told = capsys.readouterr().out
     record = json.loads((out / "bench.json").read_text())
@@ -386,12 +385,11 @@ def test_what_has_run_is_kept_where_a_comparison_is_broken_off(tmp_path, monkeyp
         }
         for role in ("actor", "critic")
     }
-    more: Any = {"tokens_s": 9.0, "steps_s": [1.0]}
 
-    def run_job(job: str, *_: Any) -> bench.Result:
+    def run_job(job: str, *_: Any) -> dict[str, Any]:
         if job == "3+1":
             raise KeyboardInterrupt
-        return bench.Result(job, metrics, **more)
+        return {"job": job, "metrics": metrics, "tokens_s": 9.0, "steps_s": [1.0]}
 
     monkeypatch.setattr(bench, "run_job", run_job)
     argv = ["bench", "--gpus", "4", "--jobs", "2+2", "3+1", "--out", str(tmp_path / "out")]

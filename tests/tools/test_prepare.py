@@ -175,10 +175,10 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for split in ("train", "test"):
         name = DATA["gsm8k"].file.format(split)
         parquet(
-            folder / "snapshots" / "abc" / name, [{"question": "How many?", "answer": SOLUTION}]
+            folder / "snapshots" / ("a" * 40) / name, [{"question": "How many?", "answer": SOLUTION}]
         )
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("abc")
+    (folder / "refs" / "main").write_text("a" * 40)
     prepare("gsm8k", None, tmp_path / "out")
     assert pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist() == [VERL_ROW]
 

@@ -2,10 +2,8 @@
 tests/tools/test_html.py has what goes into its page."""
 
 import json
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -168,46 +166,6 @@ def test_a_run_without_a_critic_has_no_timeline(
     monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run)])
     assert main() == 0
     assert "no spans recorded: no timeline" in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize("end", ["interrupted", "ended"])
-def test_follow_writes_the_page_until_the_run_ends(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    run = write_run(tmp_path / "run")
-    # as run/lock.py, in another process
-    held = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
-    holder = subprocess.Popen(
-        [sys.executable, "-uc", f"{held}; sys.stdin.read()", str(run / "lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout
-    holder.stdout.readline()
-    pages: list[str] = []
-
-    def sleep(seconds: float) -> None:
-        assert seconds >= 10
-        pages.append((run / "report.html").read_text(encoding="utf-8"))
-        with (run / "metrics" / "actor.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 8 + len(pages), "tokens": 1.0}) + "\n")
-        if len(pages) < 2:
-            return
-        if end == "interrupted":
-            raise KeyboardInterrupt
-        holder.kill()
-        holder.wait()
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--follow"])
-    assert main() == 0
-    pages.append((run / "report.html").read_text(encoding="utf-8"))
-    told = [
-        (*re.findall(r"run: (\d+) steps", page), *re.findall('"follow":(\\w+)', page))
-        for page in pages
-    ]
-    assert told == [("8", "10"), ("9", "10"), ("10", "null")]
-    assert capsys.readouterr().out.count("page: ") == 1
 
 
 def compared_run(

@@ -37,7 +37,6 @@ function readView() {
 }
 
 function start() {
-  if (data.follow) follow();
   fillFacts();
   fillCurves();
   byId("one-run").hidden = compared;
@@ -81,25 +80,6 @@ function redraw() {
     drawCharts();
     if (!compared) drawStep();
   });
-}
-
-// `splitppo report --follow` writes the page again while the run goes on. It is not loaded under a
-// reader's hand.
-function follow() {
-  let held = false;
-  window.addEventListener("pointerdown", () => {
-    held = true;
-  });
-  window.addEventListener("pointerup", () => {
-    held = false;
-  });
-  byId("follow").hidden = false;
-  byId("follow-note").textContent =
-    `Follows the run: written ${new Date(data.written * 1000).toLocaleTimeString()}, ` +
-    `loaded again every ${data.follow} s.`;
-  setInterval(() => {
-    if (!held && !document.hidden && !byId("pause").checked) location.reload();
-  }, 1000 * data.follow);
 }
 
 start();
