@@ -76,13 +76,15 @@ def micro_batch(
     lengths = torch.tensor([len(places) for places in sampled])
     before = chosen
     if sequence:
-        length = inputs["input_ids"].shape[1] // sequence.size
-        first = length * sequence.rank
+        length = inputs["input_ids"].shape[1]
+        places = sequence.places(length)
         for name in ("input_ids", "position_ids"):
-            inputs[name] = inputs[name][:, first : first + length]
-        here = (chosen >= first) & (chosen < first + length)
-        before = chosen[here] - first
-        responses = responses[here]
+            inputs[name] = inputs[name][:, places]
+        # of all tokens, where each is among this rank's; -1: with another rank
+        here = torch.full((length,), -1).index_copy(0, places, torch.arange(len(places)))
+        before = here[chosen]
+        responses = responses[before >= 0]
+        before = before[before >= 0]
         inputs["sequence"] = sequence
     return MicroBatch(
         {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
-from huggingface_hub.utils import WeakFileLock, enable_progress_bars
+from huggingface_hub.utils import WeakFileLock, disable_progress_bars, enable_progress_bars
 
 from splitppo.errors import FULL, UserError
 from splitppo.job.launch import ERROR_FILE
@@ -128,38 +128,27 @@ def _fetch(name: HubName, patterns: Sequence[str]) -> str:
             print(f"{_explain(name, error)}. Going on with {path}", file=sys.stderr, flush=True)
             return path
         raise _explain(name, error) from error
-    commit = info.sha or ""
-    new: list[Path] = []
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()  # of the search
     try:
-        files = name.get(patterns, revision=commit, dry_run=True)
-        files = [files] if name.file else files
-        new += [path for file in files if not (path := Path(file.local_path)).exists()]
-        if missing := [file for file in files if file.will_download]:
-            size = sum(file.file_size or 0 for file in missing)
+        files = name.get(patterns, revision=info.sha, dry_run=True)
+        missing = [file for file in ([files] if name.file else files) if file.will_download]
+        if missing:
             print(
-                f"fetching {name} (commit {commit[:8]}): {size / 1e6:,.1f} MB "
+                f"fetching {name} (commit {info.sha}): "
+                f"{sum(file.file_size or 0 for file in missing) / 1e6:,.1f} MB "
                 f"in {len(missing)} files, to {constants.HF_HUB_CACHE}",
                 file=sys.stderr,
                 flush=True,
             )
-        if missing and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-            # main disabled those of transformers, and these with them; only terminals show them
+        if missing and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and sys.stderr.isatty():
             enable_progress_bars()
-        path = name.get(patterns, revision=commit)
-    except BaseException as error:
-        # no half of a model stays; blobs of whole files do
-        for file in new:
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
-                os.removedirs(file.parent)  # and those above, up to one that isn't empty
-        if isinstance(error, FAILURES):
-            raise _explain(name, error) from error
-        raise
-    if name.revision != commit:
-        ref = Path(path.partition("/snapshots/")[0], "refs", name.revision)
-        with suppress(OSError):  # a cache for reading only
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit)
+        path = name.get(patterns, revision=info.sha)
+        if name.revision != info.sha:
+            # all files are there: now the branch may lead to them
+            name.get(patterns)
+    except FAILURES as error:
+        raise _explain(name, error) from error
     return path
 
 

@@ -5,7 +5,6 @@ knows."""
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,15 +31,19 @@ class _Shuffled:
     """Stands for a set of ranks that share rows: outside attention, tokens have another order. So a
     model that mixes tokens elsewhere, too, is found without ranks."""
 
-    def __init__(self, tokens: int):
-        self.order = torch.randperm(tokens)
-        self.back = self.order.argsort()
+    size = 1
+
+    def places(self, length: int) -> Tensor:
+        self.order = torch.randperm(length)
+        return self.order
 
     def to_heads(self, states: Tensor) -> Tensor:
-        return states[self.back]
+        return states[self.order.argsort()]
 
     def to_tokens(self, states: Tensor) -> Tensor:
         return states[self.order]
+
+    join = to_heads
 
 
 def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool, cut: bool = False) -> str:
@@ -101,17 +104,8 @@ def _error(
     expected: Sequence[Tensor],
 ) -> float:
     """The largest difference between a micro-batch's outputs and the expected ones."""
-    batch = micro_batch(episodes, torch.device("cpu"), packed=packed)
-    if cut:
-        among = _Shuffled(batch.inputs["input_ids"].shape[1])
-        names = ("input_ids", "position_ids")
-        moved = {name: batch.inputs[name][:, among.order] for name in names}
-        batch = replace(
-            batch,
-            inputs=batch.inputs | moved | {"sequence": among},
-            before=among.back[batch.before],
-            chosen=among.back[batch.chosen + 1] - 1,  # as `last_scores` reads it
-        )
+    sequence: Any = _Shuffled() if cut else None
+    batch = micro_batch(episodes, torch.device("cpu"), packed=packed, sequence=sequence)
     if kind == "policy":
         out, _ = PolicyOutputs(1.0, VOCABULARY)(model, batch, entropy=False)
     else:

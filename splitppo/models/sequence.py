@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import PretrainedConfig
 
 from splitppo.errors import UserError
@@ -31,6 +31,11 @@ class SequenceSet:
     def size(self) -> int:
         # a length: to the compiler an attribute's number would be a variable
         return len(self.ranks)
+
+    def places(self, length: int) -> Tensor:
+        """`[L]`, where this rank's tokens are among `length` of all."""
+        part = length // self.size
+        return torch.arange(part * self.rank, part * (self.rank + 1))
 
     def to_heads(self, states: Tensor) -> Tensor:
         """`[L, heads, width]` of this rank's tokens to `[size * L, own heads, width]`. Heads of
@@ -72,37 +77,13 @@ def check_heads(config: PretrainedConfig, size: int, tensor: int, setting: str) 
         )
 
 
-# An operator, as those of tensor.py
-@torch.library.custom_op("splitppo::exchange_heads", mutates_args=())
 def _exchange(states: Tensor, group: str, size: int, to_heads: bool) -> Tensor:
     tokens, heads, width = states.shape
     if to_heads:
         sent = states.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()
     else:
         sent = states.contiguous().view(size, tokens // size, heads, width)
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=_resolve_process_group(cast(Any, group)))
+    got = all_to_all_single_autograd(sent, None, None, group)
     if to_heads:
         return got.flatten(0, 1)
-    # one head a rank: flatten would return a view, whose strides are not those of the fake below
-    return got.transpose(0, 1).flatten(1, 2).contiguous()
-
-
-@_exchange.register_fake
-def _(states: Tensor, group: str, size: int, to_heads: bool) -> Tensor:
-    tokens, heads, width = states.shape
-    if to_heads:
-        return states.new_empty(tokens * size, heads // size, width)
-    return states.new_empty(tokens // size, heads * size, width)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, str, int, bool], output: Tensor) -> None:
-    ctx.how = inputs[1:]
-
-
-def _give_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    group, size, to_heads = ctx.how
-    return _exchange(grad, group, size, not to_heads), None, None, None
-
-
-_exchange.register_autograd(_give_back, setup_context=_keep)
+    return got.transpose(0, 1).flatten(1, 2)

@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,26 +9,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from splitppo.errors import UserError
-
-
-def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
-    """Has `build` write a folder, names it `out` once it is complete, and prints what `build`
-    returns. A folder that holds `files` is left as it is. Raises UserError if `out` holds something
-    else."""
-    if all((out / name).is_file() for name in files):
-        print(f"{out} is there already and complete: nothing to do")
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"--out {out}: exists and is not complete; remove it or choose another --out"
-        )
-    # on the same disk, but no new folder stays if the building fails
-    above = next(path for path in out.absolute().parents if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=above) as scratch:
-        done = build(Path(scratch) / "new")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        (Path(scratch) / "new").rename(out)
-    print(done)
 
 
 def answer_of(solution: str) -> str:
@@ -115,6 +94,7 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
         if not (truth := answer_of(solution)):
             left_out.append(number)
             continue
+        extra_info = {"answer": solution, "index": index, "question": question, "split": split}
         rows.append(
             {
                 **texts,
@@ -122,22 +102,13 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
                 "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
                 "ability": "math",
                 "reward_model": {"ground_truth": truth, "style": "rule"},
-                "extra_info": {
-                    "answer": solution,
-                    "index": index,
-                    "question": question,
-                    "split": split,
-                },
+                "extra_info": extra_info,
             }
         )
     if not rows:
         raise UserError(f"{file} holds no row with an answer; give the file as it is published")
-    note = (
-        f"; {len(left_out)} without an answer are left out, the first is row {left_out[0]}"
-        if left_out
-        else ""
-    )
-    return rows, note
+    lacking = f"; {len(left_out)} without an answer are left out, as row {min(left_out, default=0)}"
+    return rows, lacking if left_out else ""
 
 
 def prepare(
@@ -157,14 +128,24 @@ def prepare(
     from pyarrow import Table, parquet
 
     target = out or Path("data", name)
-
-    def build(folder: Path) -> str:
-        folder.mkdir()
+    splits = ("train", "test")
+    if all((target / f"{split}.parquet").is_file() for split in splits):
+        print(f"{target} is there already and complete: nothing to do")
+        return
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"--out {target}: exists and is not complete; remove it or choose another --out"
+        )
+    # on the same disk, but no new folder stays if something fails
+    above = next(path for path in target.absolute().parents if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=above) as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
         done = []
-        for split in ("train", "test"):
+        for split in splits:
             rows, note = verl_rows(DATA[name], split, locate_split(DATA[name], source, split))
-            parquet.write_table(Table.from_pylist(rows), folder / f"{split}.parquet")
+            parquet.write_table(Table.from_pylist(rows), new / f"{split}.parquet")
             done.append(f"{target / split}.parquet: {len(rows):,} rows{note}")
-        return "\n".join(done)
-
-    write_folder(target, ("train.parquet", "test.parquet"), build)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new.rename(target)
+    print(*done, sep="\n")

@@ -5,16 +5,16 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from transformers import logging
 
 from splitppo.config import Config
 from splitppo.config.cli import parse
-from splitppo.config.toml import toml_value
+from splitppo.config.toml import leaves, toml_value
 from splitppo.errors import UserError
 from splitppo.models import build, lora
 from splitppo.models.hub import public_name
@@ -161,24 +161,14 @@ Settings and versions:
 """
 
 
-def public_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings that are numbers, switches, or one of some words; and the names of models and
-    data, without their folders. Other texts may hold anything."""
-
-    hints = get_type_hints(type(config))
-    for field in fields(config):
-        name = prefix + field.name
-        value = getattr(config, field.name)
-        values = [*value] if isinstance(value, list | tuple) else [value]
-        if is_dataclass(value):
-            yield from public_settings(value, f"{name}.")
-        elif name in NAMES and value:
-            public = [public_name(each) for each in values]
-            yield name, public[0] if isinstance(value, str) else public
-        elif value is not None and (
-            "Literal" in str(hints[field.name])
-            or all(isinstance(each, int | float) for each in values)
-        ):
+def public_settings(config: Config) -> Iterator[tuple[str, Any]]:
+    """The settings that are numbers or switches, and the names of models and data, without their
+    folders. Texts may hold anything."""
+    for name, value in leaves(asdict(config)):
+        values = value if isinstance(value, list | tuple) else [value]
+        if name in NAMES and value:
+            yield name, [public_name(each) for each in values]
+        elif values and all(isinstance(each, int | float) for each in values):
             yield name, value
 
 

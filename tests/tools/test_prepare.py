@@ -18,7 +18,7 @@ from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards.scorer import check_prompts
-from splitppo.tools.prepare import DATA, answer_of, prepare, write_folder
+from splitppo.tools.prepare import DATA, answer_of, prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SOLUTION = "She sold 2,000/2 = <<2000/2=1000>>1,000.\n#### 1,000"
@@ -175,7 +175,8 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for split in ("train", "test"):
         name = DATA["gsm8k"].file.format(split)
         parquet(
-            folder / "snapshots" / ("a" * 40) / name, [{"question": "How many?", "answer": SOLUTION}]
+            folder / "snapshots" / ("a" * 40) / name,
+            [{"question": "How many?", "answer": SOLUTION}],
         )
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("a" * 40)
@@ -212,32 +213,33 @@ def test_wrong_sources_leave_nothing_behind(
 
 
 def test_a_folder_is_written_once_and_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, built = tmp_path / "deep" / "out", []
+    source, out = tmp_path / "source", tmp_path / "deep" / "out"
+    for split in ("train", "test"):
+        jsonl(source / f"{split}.jsonl", [{"question": "How many?", "answer": SOLUTION}])
+    write, interrupted = pyarrow.parquet.write_table, []
 
-    def build(folder: Path) -> str:
-        folder.mkdir()
-        (folder / "a").write_text("1")
+    def write_table(table: Any, file: Path) -> None:
         assert not out.exists() or not any(out.iterdir()), "it shows before it is complete"
-        if not built:
-            built.append(folder)
+        if file.name == "test.parquet" and not interrupted:
+            interrupted.append(file)
             raise KeyboardInterrupt
-        (folder / "b").write_text("2")
-        return "written"
+        write(table, file)
 
+    monkeypatch.setattr(pyarrow.parquet, "write_table", write_table)
     with pytest.raises(KeyboardInterrupt):
-        write_folder(out, ("a", "b"), build)
-    assert list(tmp_path.iterdir()) == []
+        prepare("gsm8k", source, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
     out.mkdir(parents=True)  # an empty one is taken
-    write_folder(out, ("a", "b"), build)
-    assert capsys.readouterr().out == "written\n"
-    write_folder(out, ("a", "b"), lambda folder: pytest.fail("it is complete"))
+    prepare("gsm8k", source, out)
+    assert capsys.readouterr().out.count("1 rows") == 2
+    prepare("gsm8k", source, out)
     assert "complete" in capsys.readouterr().out
-    (out / "b").unlink()
+    (out / "test.parquet").unlink()
     with pytest.raises(UserError, match=r"--out .*out: exists and is not complete"):
-        write_folder(out, ("a", "b"), build)
-    assert [path.name for path in out.iterdir()] == ["a"]
+        prepare("gsm8k", source, out)
+    assert [path.name for path in out.iterdir()] == ["train.parquet"]
 
 
 def test_the_presets_data_are_what_prepare_writes(
