@@ -22,7 +22,7 @@ from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
 from splitppo.run.idle import WARM_UP
 from splitppo.tools.cost import Split, may_move, mean
-from splitppo.tools.runs import as_text, read_columns
+from splitppo.tools.runs import Rows, as_text, read_columns
 
 DRAWN = 16384  # lengths in a file
 
@@ -161,7 +161,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """The comparison as it is printed."""
     base = next((result for result in results if result["job"] == "colocated"), results[0])
     heads = ("job", "tokens/s", "ratio", "s/step", "from-to", "rollout", "update", "value upd.")
-    rows = [(*heads, "idle a/c")]
+    rows: Rows = [(*heads, "idle a/c")]
     for result in results:
         actor, critic = (result["metrics"][role] for role in ROLES)
         steps = result["steps_s"]

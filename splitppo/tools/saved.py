@@ -184,12 +184,13 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
         model_config = build.bound(model_config, config.value.range, source)
     model: Any = build.build(model_config, kind)
     drawn = is_drawn(config, kind)
-    adapter = saved and (saved / PARTS[kind] / lora.WEIGHTS).is_file()
-    if saved is None or adapter:
+    part = (saved or run) / PARTS[kind]
+    adapted = (part / lora.WEIGHTS).is_file()
+    if saved is None or adapted:
         base = model_folder(config, run, kind, weights=not drawn)
         fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
-        if adapter:
-            lora.merge_into(model, saved / PARTS[kind])
+        if adapted:
+            lora.merge_into(model, part)
         return model
     materialize(model, cpu)
     if buffers_of(model) and not drawn:  # checkpoints don't hold them
@@ -197,5 +198,5 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     weights = {name: weight.detach() for name, weight in weights_of(model).items()}
     # of no_dist, which asks for just that
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
+    read_tensors({"model": weights}, part, no_dist=True)
     return model
