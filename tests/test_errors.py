@@ -34,8 +34,8 @@ def test_a_text_that_nothing_can_hold_is_refused_wherever_it_comes_in(text, tmp_
 
 
 def test_a_preset_with_a_nul_names_the_setting(tmp_path):
-    (tmp_path / "a.toml").write_text('[log]\nname = "a\\u0000b"\n')
-    with pytest.raises(UserError, match=r"a\.toml: log\.name = .* holds a NUL"):
+    (tmp_path / "a.toml").write_text('[data]\nsystem = "a\\u0000b"\n')
+    with pytest.raises(UserError, match=r"a\.toml: data\.system = .* holds a NUL"):
         parse(["--config", str(tmp_path / "a.toml")])
 
 
@@ -47,14 +47,14 @@ def test_the_users_home_is_every_paths(tmp_path, monkeypatch):
         [
             "--config=~/a.toml",
             *(f"--{name}={path}" for name, path in several.items()),
-            "--log.name=~/x",
+            "--data.system=~/x",
         ]
     )
     found = dict(leaves(asdict(config)))
     for name in PATHS:
         path = f"{tmp_path}/{'judge' if name == 'reward.model' else name}"
         assert found[name] in (path, (path,)), name
-    assert found["log.name"] == "~/x"
+    assert found["data.system"] == "~/x"
     monkeypatch.setattr(sys, "argv", ["export", "~/run", "--out=~/x", "a~"])
     assert words() == [f"{tmp_path}/run", f"--out={tmp_path}/x", "a~"]
 

@@ -160,11 +160,8 @@ class LogConfig:
     validate_temperature: float = 0.0
     """Sampling temperature of these responses. 0: greedy, one sample."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """More places for the metrics: Weights & Biases (WANDB_MODE=offline works), RUN/tensorboard."""
-    project: str = "splitppo"
-    """Project in wandb."""
-    name: str | None = None
-    """The run's name in wandb. Unset: the name of its folder."""
+    """More places for the metrics: Weights & Biases (its WANDB_PROJECT, WANDB_NAME and
+    WANDB_MODE=offline work), RUN/tensorboard."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class PolicyConfig:
     """Run the Python code that a model's folder or repository brings, of all models of the run.
     Read it first."""
     random_init: bool = False
-    """Draw the weights at random from the seed instead of reading them. For benchmarks on a real
-    shape."""
+    """Draw the weights of all models at random from the seed instead of reading them. For
+    benchmarks on a real shape."""
     freeze: tuple[str, ...] = ()
     """What is not trained: `attention`, `embeddings` (and an output layer tied to them), `body`
     (all but the output layer), or regular expressions that are searched in a weight's Hugging Face
@@ -98,8 +98,6 @@ class ValueConfig:
     path: str | None = None
     """Folder or hub name of a model with the policy's ids. A reward model gives its head, too.
     Unset: the policy's."""
-    random_init: bool = False
-    """Draw the body at random from the seed instead of reading it."""
     head: Literal["zero", "normal"] = "zero"
     """Initial scalar head if `path` holds none: all zero, with the first rollout's mean return as
     its bias, or N(0, 1/hidden size)."""
@@ -280,8 +278,6 @@ class RewardConfig:
     critic ranks."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
-    model_random_init: bool = False
-    """Draw the reward model's weights at random from the seed. For benchmarks on a real shape."""
     model_offload: bool = False
     """Keep the reward model's shards in pinned host memory between uses."""
     model_chat: bool = True

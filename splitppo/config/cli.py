@@ -48,9 +48,6 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     try:
         config = _read(flags)
     except UserError:
-        with suppress(UserError):
-            read_flags(Config, "", _flags(settings))
-            settings = {}  # all of the preset's are right
         for name, value in settings.items():
             try:
                 read_flags(Config, "", toml.as_flag(name, value))

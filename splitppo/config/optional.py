@@ -43,7 +43,6 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
     unshared = {
         "value.layers": value.layers,
         "value.path": value.path != config.policy.path and value.path,
-        "value.random_init": value.random_init,
         "policy.offload": config.policy.offload == "all" and "all",
         "value.offload": value.offload == "all" and "all",
     }
@@ -103,16 +102,11 @@ def of_sets(config: Config) -> Iterator[tuple[object, str]]:
         least = config.set_shape(group)
         if model == "reward" and config.reward.sequence_parallel == 1:
             least = least._replace(sequence=1)
-        what = f"{model}.tensor_parallel={shape.tensor}"
-        remedy = "leave it unset"
-        if max(shape.sequence, least.sequence) > 1:
-            what += (
-                f" and sequence_parallel={shape.sequence} make sets of {shape.size} ranks, which"
-            )
-            remedy = "leave both unset"
         yield (
             shape.size % least.size,
-            f"{what} is no multiple of the {group}'s, {least.size}; {remedy}",
+            f"{model}.tensor_parallel={shape.tensor} and sequence_parallel={shape.sequence} make "
+            f"sets of {shape.size} ranks, which is no multiple of the {group}'s, {least.size}; "
+            "leave both unset",
         )
     for setting in ("tensor_parallel", "sequence_parallel"):
         size = getattr(config.reward, setting)

@@ -5,7 +5,7 @@ import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,12 @@ from splitppo.errors import UserError
 _INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
 # settings that earlier versions had -> their values, in TOML, at which a run computes the same as
 # one of this version
-GONE = {"placement.barrier": ("false", "true"), "value.ensemble": ("1",)}
+GONE = {
+    "placement.barrier": ("false", "true"),
+    "value.ensemble": ("1",),
+    "value.random_init": ("false",),
+    "reward.model_random_init": ("false",),
+}
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
@@ -32,8 +37,8 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
     GONE that did nothing. `recorded`: it is a run's own, in which any other setting that this
     version lacks is left out, with a line on standard error. In a user's file it is a
     UserError."""
-    known = dict(leaves(asdict(Config())))
-    del known["config"]  # a preset names no other
+    # a preset names no other
+    known = {name: value for name, value in leaves(asdict(Config())) if name != "config"}
     if not Path(path).is_file():
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         shipped = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
@@ -64,22 +69,14 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
                 f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below"
             )
         if name not in known:
-            remedy = "it is gone, leave it out" if name in GONE else _suggestion(name, known)
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "see --help"
+            remedy = "it is gone, leave it out" if name in GONE else remedy
             raise UserError(f"--config {path}: unknown key {name!r}; {remedy}")
         if isinstance(value, bool) != isinstance(known[name], bool):
             use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")
     return settings
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    name = name.replace("-", "_")
-    # in another section
-    same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(
-        name, known, n=1
-    )
-    return f"did you mean {near[0]}?" if near else "see --help"
 
 
 def flag(name: str) -> str:

@@ -2,14 +2,16 @@
 first runs. A fault in a file is a UserError that names the file and the row, counted from 1 (in
 .jsonl: the line)."""
 
+import functools
 import itertools
 import json
+import operator
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from splitppo.config import DataConfig, RolloutConfig
 from splitppo.config.toml import flag, leaves
@@ -53,9 +55,13 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         heads = used | {key.split(".")[0] for key in keys}
         _refuse_media(columns if isinstance(columns, dict) else {}, heads, where)
         try:
-            yield _check_row(config, Path(file), where, columns)
+            row = _check_row(config, Path(file), where, columns)
+            json.dumps(vars(row), ensure_ascii=False, default=str).encode()
+            yield row
         except UserError as error:
             yield error
+        except UnicodeEncodeError as error:  # no tokenizer and no file takes it
+            yield UserError(f"{where} holds half a character ({error}); fix it")
     if not number:
         raise UserError(f"{file} holds no rows; remove it from {flag(setting)}")
 
@@ -137,34 +143,31 @@ def _read_messages(prompt: Any, where: str) -> Any:
     return prompt if isinstance(messages, str) else messages
 
 
-def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
+def read_objects(value: Any, column: str) -> list[dict[str, Any]]:
     """The objects of a list that a template renders, such as tools: the list itself, its JSON text,
     or a list of JSON texts. Raises UserError for anything else."""
-    objects = parse_json(value.encode(), where) if isinstance(value, str) else value
+    objects = parse_json(value.encode(), column) if isinstance(value, str) else value
     objects = [] if objects is None else objects
     if isinstance(objects, list):
-        objects = [parse_json(x.encode(), where) if isinstance(x, str) else x for x in objects]
+        objects = [parse_json(x.encode(), column) if isinstance(x, str) else x for x in objects]
     if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
-        raise UserError(f"{where} is no list of objects; write one, or drop the column")
+        raise UserError(f"the column {column} is no list of objects; write one, or drop it")
     return objects
 
 
 def _look_up(columns: dict[str, Any], key: str, field: str, where: str) -> Any:
     """The value of column `key`. A dot names a field of a nested column, unless a column's own name
     has the dot."""
-    if key in columns:
-        return columns[key]
-    value: Any = columns
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise UserError(
-                f"data.{field}={key}: {where} has no such column; "
-                f"columns: {', '.join(name for name, _ in leaves(columns))}; "
-                f"set {flag(f'data.{field}')}"
-                + (", or '' if the reward needs no answer" if field == "answer_key" else "")
-            )
-        value = value[part]
-    return value
+    parts = [key] if key in columns else key.split(".")
+    try:
+        return functools.reduce(operator.getitem, parts, cast(Any, columns))
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"data.{field}={key}: {where} has no such column; "
+            f"columns: {', '.join(name for name, _ in leaves(columns))}; "
+            f"set {flag(f'data.{field}')}"
+            + (", or '' if the reward needs no answer" if field == "answer_key" else "")
+        ) from error
 
 
 def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
@@ -175,10 +178,6 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
             "a list of {role, content} messages: choose another column or fix the row"
         )
     for number, message in enumerate(messages, 1):
-        if isinstance(message, int):
-            raise UserError(
-                f"{where} has token ids for a prompt; set data.prompt_key to a column of text"
-            )
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise UserError(
@@ -199,26 +198,22 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
 def read_lengths(config: RolloutConfig) -> list[int]:
     """The response lengths in `rollout.lengths`, for benchmarks; [] if unset. Raises UserError if
     one is no length."""
-    file = config.lengths
-    if file is None:
+    if config.lengths is None:
         return []
-    if not Path(file).is_file():
+    most = config.max_new_tokens
+    if not Path(config.lengths).is_file():
         raise UserError(
-            f"rollout.lengths={file}: no such file (from {Path.cwd()}); "
+            f"rollout.lengths={config.lengths}: no such file (from {Path.cwd()}); "
             "name one that every rank can read"
         )
-    lengths = Path(file).read_text(encoding="utf-8-sig", errors="replace").split()
-    for number, length in enumerate(lengths, 1):
-        if not (
-            length.isascii() and length.isdecimal() and 1 <= int(length) <= config.max_new_tokens
-        ):
+    words = Path(config.lengths).read_text(encoding="utf-8-sig", errors="replace").split()
+    for word in words or ["nothing"]:
+        if not (word.isascii() and word.isdecimal() and 1 <= int(word) <= most):
             raise UserError(
-                f"{file} number {number} is {length!r}; "
-                f"use 1 to rollout.max_new_tokens={config.max_new_tokens}"
+                f"rollout.lengths={config.lengths} holds {word[:80]!r}; "
+                f"write numbers from 1 to rollout.max_new_tokens={most}, one a line"
             )
-    if not lengths:
-        raise UserError(f"rollout.lengths={file} holds no number; write one a line")
-    return [int(length) for length in lengths]
+    return [int(word) for word in words]
 
 
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
@@ -235,14 +230,13 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
     shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
     cut = len(shuffled) // _HELD_OUT
     for index in shuffled[:cut] if held_out else shuffled[cut:]:
-        text = "Guess a number.\n"
         answer = ""
+        text = "Guess a number.\n"
         if task == "echo":
-            text = f"{_ECHO_TEXTS[index]}="
             answer = _ECHO_TEXTS[index]
+            text = f"{answer}="
         elif task == "addition":
-            a = operands[index // len(operands)]
-            b = operands[index % len(operands)]
-            text = f"What is {a}+{b}?"
+            a, b = (operands[place] for place in divmod(index, len(operands)))
             answer = str(a + b)
+            text = f"What is {a}+{b}?"
         yield Row(f"{task} row {index}", text, task, answer, {"index": index})

@@ -1,11 +1,10 @@
 """The prompts of a run as tokens, and the order in which steps use them."""
 
-import difflib
 import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -23,10 +22,13 @@ Split = Literal["train", "validation"]
 # the errors of the prompts that can't be scored
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
-# messages -> the text of a prompt, with what the policy must know of its tools
-Render = Callable[[list[dict[str, Any]]], str]
+# messages, and by name the row's tools or documents -> the text of a prompt
+Render = Callable[..., str]
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
+SHOWS_TIME = (
+    "the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it"
+)
 # keep apart the random streams that are drawn from the same seed
 _ORDER_STREAM = 1
 _DRAW_STREAM = 5
@@ -74,54 +76,35 @@ def load_prompts(
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
 
-    Messages go through the tokenizer's chat template. With `data.chat` and a template, strings do
-    too, as one user message; a template that shows the time shows `now`. Other strings get the
-    tokenizer's special tokens, but not the end of a sequence.
-
-    A row that can't be used, or that `check` finds wrong, is a UserError or left out
-    (`data.invalid`); a file of such rows alone is refused. A prompt above `max_prompt_tokens`
-    (None: none is) is a UserError, left out or cut (`data.overlong`). Then `data.max_rows` draws
-    training prompts at random. `data.validation_rows` takes the first held-out prompts.
+    Messages go through `render`, or the tokenizer's chat template. With `data.chat` and a template,
+    strings do too, as one user message; a template that shows the time shows `now`. Other strings
+    get the tokenizer's special tokens, but not the end of a sequence. A row that can't be used, or
+    that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such rows alone
+    is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
+    (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows`
+    takes the first held-out prompts.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
-    file_of = [number for number, file in enumerate(files) for _ in file]
     rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
     prompts, wrong = tokenize(config, rows, tokenizer, now, render)
     wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
-    if not wrong or config.invalid == "filter":
-        wrong |= {
-            index: UserError(f"{rows[index].where}: {error}")
-            for index, error in check(prompts).items()
-        }
+    checked = check(prompts) if not wrong or config.invalid == "filter" else {}
+    wrong |= {i: UserError(f"{rows[i].where}: {error}") for i, error in checked.items()}
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
-    left = {file_of[index] for index in usable}
-    for index in sorted(wrong):
-        if file_of[index] not in left:
-            raise wrong[index]
-        if config.invalid == "refuse":
-            raise UserError(
-                f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(read)} rows)"
-            )
+    file_of = [number for number, file in enumerate(files) for _ in file]
+    _refuse(config, wrong, file_of, {file_of[index] for index in usable})
     fitting, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
+    template = str(tokenizer.chat_template)
+    if split == "train" and CLOCK in template:
+        notes.append(SHOWS_TIME)
+    notes += _unseen([(rows[index], prompts[index]) for index in prompts], template, setting)
     if wrong:
         notes.insert(
             0,
             f"data.invalid=filter: {len(wrong)} of {len(read)} rows of {setting} can't be used "
             f"and are left out; the first: {wrong[min(wrong)]}",
         )
-    if split == "train" and CLOCK in str(tokenizer.chat_template):
-        notes.append(
-            "the chat template shows the time: a resume at another is refused; "
-            "data.chat_kwargs may fix it"
-        )
-    unseen = {
-        name
-        for index, prompt in prompts.items()
-        for name in rows[index].shown
-        if prompt.messages is None or name not in str(tokenizer.chat_template)
-    }
-    notes += [f"{setting}: no chat template shows the column {name}" for name in sorted(unseen)]
     chosen = list(fitting)
     if split == "validation":
         chosen = chosen[: config.validation_rows]
@@ -141,6 +124,31 @@ def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[R
     return setting, [list(read_file(config, file, setting)) for file in files]
 
 
+def _refuse(
+    config: DataConfig, wrong: Mapping[int, UserError], file_of: Sequence[int], usable: Set[int]
+) -> None:
+    """Raises the error of the first row that may not be left out. `usable`: the files that hold
+    other rows."""
+    for index in sorted(wrong):
+        if file_of[index] not in usable:
+            raise wrong[index]
+        if config.invalid == "refuse":
+            raise UserError(
+                f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(file_of)} rows)"
+            )
+
+
+def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> list[str]:
+    """Lines about the columns that the chat template could show, and does not."""
+    unseen = {
+        name
+        for row, prompt in rows
+        for name in row.shown
+        if prompt.messages is None or name not in template
+    }
+    return [f"{setting}: no chat template shows the column {name}" for name in sorted(unseen)]
+
+
 def tokenize(
     config: DataConfig,
     rows: Mapping[int, Row],
@@ -150,34 +158,67 @@ def tokenize(
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
     """The prompts by the index of their row, and the errors of rows that have none. A template that
     shows the time shows `now`, for all rows the same."""
-    settings = json.loads(config.chat_kwargs)
     is_shown = any(row.shown for row in rows.values())
     reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
-    prompts: dict[int, Prompt] = {}
+    chats = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
+    settings = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
+    texts, wrong = _texts(rows, chats, reads, render or _by_template(tokenizer, settings))
+    tokens: dict[int, list[int]] = {}
+    # one call for plain texts, which get special tokens, and one for rendered texts, which already
+    # hold them
+    for plain in {chats[index] is None for index in texts}:
+        chosen = [index for index in texts if (chats[index] is None) == plain]
+        ids = tokenizer([texts[i] for i in chosen], add_special_tokens=plain, verbose=False)
+        # a policy has nothing to say behind the end
+        ends = plain and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+        end = -1 if ends else None
+        tokens |= {
+            index: list(part[:end]) for index, part in zip(chosen, ids["input_ids"], strict=True)
+        }
+    wrong |= {
+        index: UserError(
+            f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer"
+        )
+        for index, part in tokens.items()
+        if not part
+    }
+    return {
+        index: Prompt(
+            text,
+            tokens[index],
+            rows[index].data_source,
+            rows[index].ground_truth,
+            rows[index].extra_info,
+            chats[index],
+            column=rows[index].prompt,
+        )
+        for index, text in texts.items()
+        if tokens[index]
+    }, wrong
+
+
+def _by_template(tokenizer: Any, settings: dict[str, Any]) -> Render:
+    return lambda messages, **columns: tokenizer.apply_chat_template(
+        messages, tokenize=False, **settings, **columns
+    )
+
+
+def _texts(
+    rows: Mapping[int, Row], chats: Mapping[int, Any], reads: Set[str], render: Render
+) -> tuple[dict[int, str], dict[int, UserError]]:
+    """The text of each row's prompt, and the errors of rows that have none. `chats`: their
+    messages, None of plain text. `reads`: what else the template reads."""
+    texts: dict[int, str] = {}
     wrong: dict[int, UserError] = {}
-    for index, row in rows.items():
-        messages = _conversation(config, row, tokenizer)
+    for index, messages in chats.items():
+        row = rows[index]
         try:
-            shown = {} if messages is None else _shown(row, reads, {*settings}, render)
-        except UserError as error:
-            wrong[index] = error
-            continue
-        arguments = {"add_generation_prompt": True, **settings, **shown}
-        try:
-            text: Any = row.prompt
-            if messages is not None and render:
-                text = render(messages)
-            elif messages is not None:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            prompts[index] = Prompt(
-                text,
-                [],
-                row.data_source,
-                row.ground_truth,
-                row.extra_info,
-                messages,
-                column=row.prompt,
-            )
+            names = () if messages is None else reads & {*row.shown}
+            columns = {name: read_objects(row.shown[name], name) for name in names}
+            columns = {name: objects for name, objects in columns.items() if objects}
+            text: Any = row.prompt if messages is None else render(messages, **columns)
+            text.encode()  # or it holds half a character, which is a ValueError
+            texts[index] = text
         # the last two: chat_kwargs
         except (TemplateError, UserError, ValueError, TypeError) as error:
             wrong[index] = UserError(
@@ -185,68 +226,23 @@ def tokenize(
                 f"({' '.join(str(error).split())}); "
                 "fix the row, or data.chat_kwargs or data.system if set"
             )
-    # one call for plain texts, which get special tokens, and one for rendered texts, which already
-    # hold them
-    for plain in {prompt.messages is None for prompt in prompts.values()}:
-        chosen = {
-            index: prompt for index, prompt in prompts.items() if (prompt.messages is None) == plain
-        }
-        texts = [prompt.text for prompt in chosen.values()]
-        ids = tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"]
-        # a policy has nothing to say behind the end
-        end = -1 if plain and _ends_texts(tokenizer) else None
-        for index, tokens in zip(chosen, ids, strict=True):
-            prompts[index] = replace(prompts[index], tokens=list(tokens[:end]))
-    wrong |= {
-        index: UserError(
-            f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer"
-        )
-        for index, prompt in prompts.items()
-        if not prompt.tokens
-    }
-    return {index: prompt for index, prompt in prompts.items() if index not in wrong}, wrong
-
-
-def _shown(row: Row, reads: Set[str], set_by: Set[str], render: Render | None) -> dict[str, Any]:
-    """What the chat template renders of a row beside its messages: those of its columns that the
-    template `reads`. Raises UserError if something else says the same: a setting (`set_by`), or the
-    environment, which has a `render` of its own."""
-    shown = {
-        name: objects
-        for name in reads & row.shown.keys()
-        if (objects := read_objects(row.shown[name], f"{row.where}: column {name}"))
-    }
-    for name in shown:
-        if render or name in set_by:
-            other = "the environment (env.tools, env.path)" if render else "data.chat_kwargs"
-            raise UserError(
-                f"{row.where} has a column {name}, and {other} says what the chat template shows "
-                "there; drop one of the two"
-            )
-    return shown
+    return texts, wrong
 
 
 def _check_template(
     config: DataConfig, tokenizer: Any, now: datetime, *, is_read: bool
 ) -> Set[str]:
     """Refuses settings for the chat template if strings do not go through one, or it never reads
-    them. Its clock stands still at `now`. Returns the names of what the template reads, if there
-    are such settings, or rows have columns for it (`is_read`)."""
+    them. Its clock stands still at `now`. Returns the names of what the template reads; `is_read`:
+    rows have columns for it."""
     arguments = json.loads(config.chat_kwargs)
     settings = {"data.system": config.system is not None, "data.chat_kwargs": bool(arguments)}
     for setting in (name for name, is_set in settings.items() if is_set):
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"{setting} is for the chat template, but the tokenizer ({tokenizer.name_or_path}) "
-                f"has none; use an instruct model or drop {setting}"
-            )
-        if not config.chat:
-            raise UserError(
-                f"{setting} is for the chat template, but data.chat is off; drop one of the two"
-            )
-    if not (
-        tokenizer.chat_template and (arguments or is_read or CLOCK in str(tokenizer.chat_template))
-    ):
+        if not (tokenizer.chat_template and config.chat):
+            lacks = f"the tokenizer ({tokenizer.name_or_path}) has none; use an instruct model"
+            lacks = "data.chat is off; turn it on" if tokenizer.chat_template else lacks
+            raise UserError(f"{setting} is for the chat template, but {lacks} or drop {setting}")
+    if not tokenizer.chat_template:
         return frozenset()
     try:
         template = tokenizer.get_chat_template(
@@ -262,17 +258,11 @@ def _check_template(
     # transformers passes these two on; its other arguments mean something to itself
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     for name in arguments.keys() - reads - (parameters - {"tools", "documents"}):
-        near = difflib.get_close_matches(name, reads, n=1, cutoff=0)
         raise UserError(
-            f"data.chat_kwargs has {name}, which the chat template never reads; "
-            + (f"did you mean {near[0]}?" if near else "drop it")
+            f"data.chat_kwargs has {name}, which the chat template never reads; drop it, or name "
+            f"what it reads: {', '.join(sorted(reads))}"
         )
     return reads
-
-
-def _ends_texts(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its end-of-sequence token behind each text."""
-    return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
 
 
 def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str, Any]] | None:
@@ -305,32 +295,30 @@ def _fit(
 ) -> tuple[dict[int, Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about
     the others."""
-    over = {i: len(prompt.tokens) for i, prompt in prompts.items() if len(prompt.tokens) > longest}
+    over = {i: prompt.tokens for i, prompt in prompts.items() if len(prompt.tokens) > longest}
     if not over:
         return prompts, []
+    fitting = {index: prompt for index, prompt in prompts.items() if index not in over}
+    if config.overlong == "cut":
+        fitting = prompts | {
+            index: replace(
+                prompts[index], text=tokenizer.decode(ids[-longest:]), tokens=ids[-longest:]
+            )
+            for index, ids in over.items()
+        }
     first = min(over)
+    which = f"the first is {rows[first].where} ({len(over[first])} tokens)"
     what = (
         f"data.overlong={config.overlong}: {len(over)} of {len(prompts)} rows of {setting} have "
         f"prompts over rollout.max_prompt_tokens={longest}"
     )
-    fates = {"filter": "are left out", "cut": "lose their first tokens"}
-    fitting = {index: prompt for index, prompt in prompts.items() if index not in over}
-    if config.overlong == "cut":
-        tails = {index: prompts[index].tokens[-longest:] for index in over}
-        fitting = prompts | {
-            index: replace(prompts[index], text=tokenizer.decode(ids), tokens=ids)
-            for index, ids in tails.items()
-        }
     if config.overlong == "refuse" or not fitting:
         raise UserError(
-            f"{what}; the first is {rows[first].where} ({over[first]} tokens): "
-            f"set --rollout.max-prompt-tokens {max(over.values())}, "
+            f"{what}; {which}: set --rollout.max-prompt-tokens {max(map(len, over.values()))}, "
             "or --data.overlong to filter or cut"
         )
-    return fitting, [
-        f"{what} and {fates[config.overlong]}; the first is {rows[first].where} "
-        f"({over[first]} tokens)"
-    ]
+    fate = "lose their first tokens" if config.overlong == "cut" else "are left out"
+    return fitting, [f"{what} and {fate}; {which}"]
 
 
 def prompt_index(n_prompts: int, place: int, seed: int) -> int:

@@ -100,8 +100,14 @@ class Turns:
         special = {token for token, part in added.items() if part.special}
         self._ends = {*special, *self._end[-1:]}  # ids that may end a turn
 
-    def render(self, messages: Messages) -> str:
-        """The text of a row's prompt, with the tools, up to where the policy speaks."""
+    def render(self, messages: Messages, **columns: Any) -> str:
+        """The text of a row's prompt, with the tools, up to where the policy speaks. Raises
+        UserError if the row has `columns` that say what the template shows there."""
+        if columns:
+            raise UserError(
+                f"the row has a column {min(columns)}, and the environment (env.tools, env.path) "
+                "says what is shown there; drop one of the two"
+            )
         return self._render(self._instructed(messages))
 
     def prompt(self, messages: Messages) -> list[int]:

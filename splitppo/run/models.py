@@ -76,7 +76,7 @@ def read_model(
         name=origin,
         path=path,
         config=model_config,
-        random_init=is_drawn(config, name),
+        random_init=config.policy.random_init,
         packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
         trainable=_trainable(config, name, path),
     )
@@ -96,7 +96,7 @@ def _trainable(config: Config, name: str, path: str) -> Trainable:
     """What of a model is trained; `path`: its folder."""
 
     def digest() -> str:
-        if is_drawn(config, name) or path == "tiny":
+        if config.policy.random_init or path == "tiny":
             return f"drawn from seed {config.seed}"
         files = sorted(Path(path).glob("*.safetensors"))
         return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
@@ -107,17 +107,6 @@ def _trainable(config: Config, name: str, path: str) -> Trainable:
     if settings.lora.rank:
         return lora.Adapter(KINDS[name], settings.lora, model_paths(config)[name], digest)
     return Whole(KINDS[name], settings.freeze)
-
-
-def is_drawn(config: Config, name: str) -> bool:
-    """Whether a model's weights are drawn at random; one without a folder of its own starts as the
-    policy does."""
-    if name == "reward":
-        return config.reward.model_random_init
-    own_folder = name != "policy" and getattr(config, name).path
-    return (name == "value" and config.value.random_init) or (
-        not own_folder and config.policy.random_init
-    )
 
 
 def _packs(config: Config, name: str, model: Model) -> bool:

@@ -5,6 +5,7 @@ RUN/metrics/, so a record of the critic may come one step later than the actor's
 sends the steps that it does.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -46,8 +47,8 @@ class Wandb:
         known = read_file(path, str.strip, "delete it") if start and path.is_file() else ""
         try:
             self.run = wandb.init(
-                project=config.log.project,
-                name=config.log.name or run_dir.resolve().name,
+                project=os.environ.get("WANDB_PROJECT", "splitppo"),
+                name=os.environ.get("WANDB_NAME", run_dir.resolve().name),
                 id=known or None,
                 resume="allow",
                 dir=run_dir,

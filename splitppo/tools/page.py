@@ -31,7 +31,7 @@ TOKENS = 500
 
 CALIBRATION = ("value", "score", "tokens")  # the means, and how many, of ten ranges of the values
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
-NAMES = ("seed", "run_dir", "log.name")  # settings in which the seeds of one configuration differ
+NAMES = ("seed", "run_dir")  # settings in which the seeds of one configuration differ
 
 
 def build_page(folder: Path, run: Run, chosen: int | None) -> str:

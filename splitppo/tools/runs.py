@@ -174,11 +174,7 @@ def differences(
 def settings_table(runs: Sequence[Run]) -> Rows:
     """Heads, and the settings that differ, but for the runs' own names."""
     rows = differences([run.settings for run in runs], [run.user_settings for run in runs])
-    own_names = ("run_dir", "log.name")
-    return [
-        ("setting", *(run.name for run in runs)),
-        *(row for row in rows if row[0] not in own_names),
-    ]
+    return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] != "run_dir")]
 
 
 def results_table(runs: Sequence[Run]) -> Rows:

@@ -23,7 +23,6 @@ from splitppo.models.stored import StoredWeights
 from splitppo.models.tokenizer import WRITTEN
 from splitppo.models.weights import fill, materialize, save
 from splitppo.run.checkpoint import complete, damage, read_tensors, step_of
-from splitppo.run.models import is_drawn
 from splitppo.run.sources import model_folder, model_paths
 from splitppo.tools.runs import check_folder, read_columns
 
@@ -183,7 +182,7 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
         model_config = build.shorten(model_config, config.value.layers, source)
         model_config = build.bound(model_config, config.value.range, source)
     model: Any = build.build(model_config, kind)
-    drawn = is_drawn(config, kind)
+    drawn = config.policy.random_init
     part = (saved or run) / PARTS[kind]
     adapted = (part / lora.WEIGHTS).is_file()
     if saved is None or adapted:

@@ -443,7 +443,8 @@ def test_what_is_for_the_template_needs_one(setting: dict[str, Any], plain: Any,
     ):
         _load(DataConfig(**setting), plain)
     with pytest.raises(
-        UserError, match=rf"data\.{name} is for the chat template, but data\.chat is off; drop one"
+        UserError,
+        match=rf"data\.{name} is for the chat template, but data\.chat is off; turn it on",
     ):
         _load(DataConfig(**setting, chat=False), chat)
     assert _load(DataConfig(**setting), chat).prompts
@@ -633,9 +634,9 @@ def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tmp_path: Path, plain:
         (
             TEMPLATE,
             '{"thinks": 1}',
-            "chat_kwargs has thinks, which the chat template never reads; did you mean think?",
+            "chat_kwargs has thinks, which the chat template never reads; drop it, or name what",
         ),
-        (TEMPLATE, '{"tools": []}', "has tools, which the chat template never reads; did you mean"),
+        (TEMPLATE, '{"tools": []}', "has tools, which the chat template never reads; drop it"),
         ("plain", '{"think": 1}', "has think, which the chat template never reads; drop it"),
         ("{{ oh", '{"think": 1}', "the chat template can't be read (unexpected end of template"),
         (

@@ -668,7 +668,7 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
             REFUSED,
             do=copied(0),
         )
-    name = "--log.name=\x7f\x1b[2J\r\n"
+    name = "--rollout.stop=\x7f\x1b[2J\r\n"
     yield Attack(
         "a text of control characters",
         [*run, name],

@@ -120,7 +120,7 @@ def test_a_token_that_ends_responses_must_be_the_same(folders: Path, tmp_path: P
 
 
 def test_weights_that_are_drawn_read_any_ids(folders: Path) -> None:
-    dry(folders, f"--value.path={folders / 'swapped'}", "--value.random-init")
+    dry(folders, f"--value.path={folders / 'swapped'}", "--policy.random-init")
 
 
 def test_differences_are_of_the_policys_ids_alone() -> None:

@@ -215,7 +215,8 @@ EARLY = [
 --reward.overlong-tokens=6 --rollout.max-new-tokens=6 =>
     reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it
 --fsdp.tensor-parallel=2 --reference.tensor-parallel=3 =>
-    reference.tensor_parallel=3 is no multiple of the policy's, 2; leave it unset
+    reference.tensor_parallel=3 and sequence_parallel=1 make sets of 3 ranks, which is no multiple
+    of the policy's, 2; leave both unset
 --fsdp.sequence-parallel=2 --fsdp.tensor-parallel=2 --reference.tensor-parallel=1 =>
     reference.tensor_parallel=1 and sequence_parallel=2 make sets of 2 ranks, which is no multiple
     of the policy's, 4; leave both unset
@@ -241,9 +242,9 @@ EARLY = [
 --rollout.lengths={d}/none.txt =>
     rollout.lengths={d}/none.txt: no such file ... name one that every rank
 --rollout.lengths={d}/lengths.txt =>
-    lengths.txt number 3 is '99999'; use 1 to rollout.max_new_tokens=6
---rollout.lengths={d}/key.toml => key.toml number 1 is '[rollout]'; use 1 to
---rollout.lengths={d}/bare.txt => bare.txt holds no number; write one a line
+    lengths.txt holds '99999'; write numbers from 1 to rollout.max_new_tokens=6, one a line
+--rollout.lengths={d}/key.toml => key.toml holds '[rollout]'; write numbers from 1 to
+--rollout.lengths={d}/bare.txt => bare.txt holds 'nothing'; write numbers from 1 to
 --rollout.lengths={d}/bare.txt --ppo.mask-truncated =>
     and ppo.mask_truncated would drop them; unset one
 --rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
@@ -310,7 +311,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     data.prompt_key=q.a: {d}/good.jsonl row 1 has no
 --data.files={d}/images.jsonl =>
     images.jsonl row 1 has a column images, but models of text alone are ... use
---data.files={d}/ids.jsonl => row 1 has token ids for a prompt; set data.prompt_key to a column of
+--data.files={d}/ids.jsonl => row 1 has a prompt whose message 1 is not {role: string
 --data.files={d}/good.jsonl --data.validation-files={d}/none.jsonl --data.answer-key=answer =>
     data.validation_files={d}/none.jsonl: no such file
 --data.files={d}/good.jsonl --data.validation-files={d}/model/../good.jsonl =>
@@ -341,7 +342,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --reward.model={d}/headless =>
     model folder {d}/headless: no weight score.weight in its safetensors; it is another model's
 --policy.path={d}/half => half/b.safetensors can't be read as a safetensors file
---value.path={d}/narrow --value.random-init =>
+--value.path={d}/narrow --policy.random-init =>
     value.path={d}/narrow: its vocabulary of 50 ... (83)
 --policy.path={d}/adapter =>
     model folder {d}/adapter: no config.json there; ... a LoRA adapter goes to --policy.lora.path
@@ -390,7 +391,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --reference.path={d}/two --ppo.kl-coef=0.1 => {d}/two: type 'llama' is not a causal
 --reward.model={d}/adapter => model folder {d}/adapter: no config.json there
 --reward.model={d}/judge => model folder {d}/judge: no model.safetensors; load it
---reward.model={d}/judge --reward.model-random-init =>
+--reward.model={d}/judge --policy.random-init =>
     model folder {d}/judge: no tokenizer there; save
 # reward functions
 --reward.function=none =>
@@ -455,12 +456,12 @@ DATA = cases(r"""
     untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule exact_match needs
     a text; set
 --policy.path={d}/thinking '--data.chat-kwargs={{"enable_thinkin":false}}' =>
-    data.chat_kwargs has enable_thinkin, which the chat template never reads; did you mean
-    enable_thinking?
+    data.chat_kwargs has enable_thinkin, which the chat template never reads; drop it ... reads:
+    enable_thinking
 '--data.chat-kwargs={{"a":1}}' =>
     data.chat_kwargs is for the chat template, but the ... drop data.chat_kwargs
 --policy.path={d}/chat --data.system=Add. --data.no-chat =>
-    data.system is for the chat template, but data.chat is off; drop one of the two
+    data.system is for the chat template, but data.chat is off; turn it on or drop data.system
 --data.files={d}/good.jsonl --policy.path={d}/mute =>
     good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer
 """)

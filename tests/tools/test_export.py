@@ -77,7 +77,7 @@ def test_a_card_has_numbers_and_choices_and_no_text_that_was_typed() -> None:
         f"--run-dir={typed}", f"--reward.function=/home/{typed}/rw.py:score",
         "--policy.lora.rank=2",
         f"--policy.lora.targets={typed}", f"--rollout.stop={typed}", "--ppo.lam=0.9",
-        f"--log.name={typed}",
+        f"--data.system={typed}",
     ]  # fmt: skip
     settings = dict(public_settings(parse(argv)))
     assert settings["policy.path"] == ["base"]
