@@ -2,6 +2,7 @@
 place on ranks that play both roles. A step's plan says which rows two ranks have in common; each
 message of a step names it."""
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,7 +77,8 @@ class RolloutLink(_Link):
     def __init__(self, wire: Wire, placement: Placement, group: Group, *, chunks: int, window: int):
         super().__init__("rollouts", "actor", wire, placement, group)
         self.chunks = chunks
-        self.window = window
+        self.sizes = partial(chunk_sizes, chunks=chunks, window=window)
+        self.part = window or sys.maxsize  # tokens of a slot after which all chunks are full
         self._step = 0
         # peer -> its chunks; their rows, None: as many as end
         self._due: dict[int, deque[tuple[Hop, int | None]]] = {}
@@ -89,9 +91,9 @@ class RolloutLink(_Link):
         self._begin(plan)
         for episode in finished if self.group.speaks else ():
             slot = plan.streams.slot(episode.row)
-            if self.window:  # slots decode side by side
-                self._decoded[slot] += episode.last_step_tokens
-                self._close_before((self._decoded[slot] * self.chunks - 1) // self.window)
+            # slots decode side by side
+            self._decoded[slot] += episode.last_step_tokens
+            self._close_before((self._decoded[slot] * self.chunks - 1) // self.part)
             peer = self._peer_of[slot]
             self._filling[peer].append(episode)
             if len(self._filling[peer]) == self._due[peer][0][1]:
@@ -121,7 +123,7 @@ class RolloutLink(_Link):
         actor."""
         episodes = []
         for rank, slots in self._peers(plan):
-            if self.window or chunk_sizes(len(slots), self.chunks)[chunk]:
+            if self.sizes(len(slots))[chunk] != 0:
                 _, message = self._recv(
                     self._hop(plan.step, rank, chunk), torch.int32, lambda head: head[0]
                 )
@@ -138,7 +140,7 @@ class RolloutLink(_Link):
         self._filling = defaultdict[int, list[Episode]](list)  # peer -> rows of its next chunk
         self._decoded = defaultdict[int, int](int)  # slot -> its tokens in this step
         for peer, slots in self._peers(plan):
-            sizes = [None] * self.chunks if self.window else chunk_sizes(len(slots), self.chunks)
+            sizes = self.sizes(len(slots))
             self._due[peer] = deque(
                 (self._hop(plan.step, peer, i), size) for i, size in enumerate(sizes) if size != 0
             )

@@ -27,8 +27,7 @@ class Context:
     vocabulary_size: int
 
     @property
-    def configs(self) -> tuple[Config, Config]:
-        """The configuration with names in the place of paths, and as it is. A checkpoint names what
-        its state belongs to by the first, since files may be moved; earlier versions did by the
-        second."""
-        return map_paths(self.config, lambda _, path: os.path.basename(path)), self.config
+    def named(self) -> Config:
+        """The configuration with names in the place of paths. A checkpoint says by it what its
+        state belongs to, since files may be moved."""
+        return map_paths(self.config, lambda _, path: os.path.basename(path))

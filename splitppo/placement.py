@@ -56,12 +56,9 @@ def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = 
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):
-                more = (
-                    "start more ranks (a dry run: --world-size)" if world == 1 else "use per_node"
-                )
                 raise UserError(
-                    f"placement.{name}={size}: all {world} ranks play both roles; {more} or leave"
-                    " it unset"
+                    f"placement.{name}={size}: all {world} ranks play both roles; use per_node, "
+                    "start more ranks (a dry run: --world-size) or leave it unset"
                 )
         return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
     if world == 1:
@@ -105,10 +102,11 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
                 " placement.mode=colocated"
             )
         if size % unit:
-            even = f"must be the same on each of {unit} nodes"
-            rule = even if mode == "per_node" else f"is not whole nodes of {unit}"
+            rule = "must be the same on each of {} nodes"
+            rule = rule if mode == "per_node" else "is not whole nodes of {}"
             raise UserError(
-                f"placement.{name}={size} with mode {mode} {rule}; use a multiple of {unit}"
+                f"placement.{name}={size} with mode {mode} {rule.format(unit)}; "
+                f"use a multiple of {unit}"
             )
     return actor
 
@@ -171,11 +169,11 @@ def check_sets(config: Config, placement: Placement, *, local_world: int) -> Non
         held = replicas(role, placement, config.fsdp.shard_size, local_world=local_world)[0]
         table = "fsdp" if model == "policy" else model
         shape = config.set_shape(model)
-        check = partial(check_cut, f"the {model}'s", local_world=local_world)
-        setting = f"{table}.tensor_parallel"
-        check(setting, shape.tensor, role, placement, replica=len(held))
-        setting = f"{table}.sequence_parallel"
-        check(setting, shape.sequence, role, placement, times=shape.tensor)
+        check = partial(
+            check_cut, f"the {model}'s", role=role, placement=placement, local_world=local_world
+        )
+        check(f"{table}.tensor_parallel", shape.tensor, replica=len(held))
+        check(f"{table}.sequence_parallel", shape.sequence, times=shape.tensor)
 
 
 def check_cut(
@@ -309,13 +307,16 @@ class StepPlan:
         return sorted({*self.all_slots(role, rank)} & {*self.all_slots(other, peer)})
 
 
-def chunk_sizes(rows: int, chunks: int) -> list[int]:
-    """How many of a pair's rows each of its messages holds; 0 where no message is sent.
+def chunk_sizes(rows: int, chunks: int, window: int = 0) -> list[int | None]:
+    """How many of a pair's rows each of its messages holds; 0 where no message is sent. None, with
+    a window: as many as end in the message's part of it.
 
     Which rows a message holds is decided by who finishes first; how many is known to both sides
     beforehand. Each takes half of the rows that remain. So the last message is small: its rows
     finish last, and the critic cannot score them during the rollout.
     """
+    if window:
+        return [None] * chunks
     left = [rows // 2**k for k in range(chunks)] + [0]
     return [before - after for before, after in pairwise(left)]
 

@@ -165,8 +165,7 @@ class Policy:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned."""
-        # an older checkpoint's schedule goes on as it began
-        self.learner.waited = state.get("waited", 0)
+        self.learner.waited = state["waited"]
 
     def _columns(self, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> Fields:
         """What `_objective` reads of each token, `[N]` by name."""

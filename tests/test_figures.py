@@ -35,7 +35,7 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Episode
 
 def make_critic(group: Group, config: Config) -> Critic:
     value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
-    context: Any = SimpleNamespace(config=config, configs=(config,))
+    context: Any = SimpleNamespace(config=config, named=config)
     kind = BoundedValues if config.value.range else Values
     return Critic(context, group, kind(context, value), cast(Any, None), None)
 

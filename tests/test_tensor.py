@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitppo import algo
-from splitppo.config import OptimConfig, PlacementConfig, RolloutConfig
+from splitppo.config import OptimConfig, PlacementConfig, RewardConfig, RolloutConfig
 from splitppo.engine import Piece
 from splitppo.generator.sampler import Sampler
 from splitppo.job import wire
@@ -433,7 +433,7 @@ def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, fl
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
     # a rank of four has rows 3 and 7 alone
     mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]
-    scores, _ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine)
+    scores, *_ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine, RewardConfig())
     return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
 
 

@@ -206,7 +206,7 @@ def advantages_of(
     ppo = PPOConfig(gamma=GAMMA, lam=LAM, kl_coef=KL_COEF, kl_kind="k1", whiten=False)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(samples)))
     value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
-    context: Any = SimpleNamespace(config=config, configs=(config,))
+    context: Any = SimpleNamespace(config=config, named=config)
     critic = Critic(context, group, Values(context, value), cast(Any, None), None)
     padded = torch.zeros(rollout.tokens - 4)
     scored = ScoredRows(
@@ -227,7 +227,7 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
     rollout = Rollout([every[row] for row in HELD[group.dp_rank]])
     ppo = PPOConfig(gamma=GAMMA, kl_coef=KL_COEF, kl_kind="k1", whiten=False, baseline=baseline)
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=4, samples=2))
-    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    context = cast(Any, SimpleNamespace(config=config, named=config))
     critic = Critic(context, group, Mean(context, group), cast(Any, None), None)
     scored = ScoredRows(
         rollout,
@@ -244,7 +244,7 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
 def test_numbers_of_a_reward_hide_none_of_the_critics():
     rollout = Rollout(with_turns())
     config = Config(rollout=RolloutConfig(batch_size=len(rollout.rows)))
-    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    context = cast(Any, SimpleNamespace(config=config, named=config))
     old = torch.full((rollout.tokens,), -1.0)
 
     def metrics_of(group: Group, names: list[str]) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def of_rows(group: Group, rows: list[Episode], lam: Any) -> tuple[Tensor, Tensor
         gamma=GAMMA, lam=lam, lam_alpha=0.4, kl_coef=KL_COEF, kl_kind="k1", whiten=False
     )
     config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=len(rows)), env=EnvConfig(path="e:E"))
-    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    context = cast(Any, SimpleNamespace(config=config, named=config))
     learner: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
     rollout = Rollout(rows)
     values, old, ref = drawn(rollout.tokens)
@@ -440,7 +440,7 @@ def rewarded(group: Group, reward: RewardConfig) -> list[list[float]]:
             segments[at] = segments[at]._replace(reward=part)
         rows.append(replace(made, segments=tuple(segments)))
     config = Config(env=EnvConfig(path="env.py:Env"), reward=reward)
-    context = cast(Any, SimpleNamespace(config=config, configs=(config,)))
+    context = cast(Any, SimpleNamespace(config=config, named=config))
     critic = Critic(context, group, Mean(context, group), cast(Any, None), None)
     rollout = Rollout(rows)
     scored = ScoredRows(rollout, torch.zeros(rollout.tokens), torch.tensor([0.5, 1.0]), {}, [])

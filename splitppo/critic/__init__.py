@@ -77,9 +77,8 @@ class Critic:
         self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
-        # what gave the scores, as this version says it and as earlier ones did
         scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
-        self.scored_by = [digest(*scored_by(config.reward)) for config in context.configs]
+        self.scored_by = digest(*scored_by(context.named.reward))
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         # reward function -> rows of each step, to the last, of which none got a score
         self.failing: dict[str, list[int]] = {}
@@ -109,7 +108,7 @@ class Critic:
         failures: list[tuple[int, Failure]] = []
         if self.reward_model:
             prompts = [self.context.prompt(row) for row in rollout.rows]
-            scores, extra, failures = self.reward_model.weighted(
+            scores, extra, failures = self.reward_model.score(
                 prompts, rollout.episodes, self.context.config.reward
             )
         results = self.group.of_first(pending)
@@ -151,7 +150,11 @@ class Critic:
         estimate = self.baseline.estimate(
             rollout, rewards, scored.values, first=first, pretraining=self.pretraining.runs(step)
         )
-        metrics |= self._count_failures(step, scored)
+        never = step == self.context.config.steps and not self.past_scores.count
+        self.failing, failed = count_failures(
+            self.group, self.failing, len(rollout.rows), scored.failures, never=never
+        )
+        metrics |= failed
         metrics |= self._summaries(scored, rewards, estimate) | estimate.metrics
         (moments,) = algo.all_moments(self.group.all_gather, [estimate.advantages])
         white = algo.whiten(estimate.advantages, moments)
@@ -190,15 +193,6 @@ class Critic:
         last = shaped - rollout.sums(turns)
         return turns + algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl.coef)
 
-    def _count_failures(self, step: int, scored: ScoredRows) -> dict[str, float]:
-        """Metrics of the rewards that failed (`count_failures`)."""
-        never = step == self.context.config.steps and not self.past_scores.count
-        rows = len(scored.rollout.rows)
-        self.failing, metrics = count_failures(
-            self.group, self.failing, rows, scored.failures, never=never
-        )
-        return metrics
-
     def _summaries(
         self, scored: ScoredRows, rewards: Tensor, estimate: Estimate
     ) -> dict[str, float]:
@@ -226,7 +220,7 @@ class Critic:
         return {
             "kl_coef": self.kl.coef,
             "scores": [float(part) for part in vars(self.past_scores).values()],
-            "scored_by": self.scored_by[0],
+            "scored_by": self.scored_by,
             "failing": self.failing,
             "pretraining": self.pretraining.state(),
         }
@@ -236,10 +230,10 @@ class Critic:
         configuration's, and moments of another reward's scores are left out."""
         if self.kl.target is not None:
             self.kl.coef = state["kl_coef"]
-        if state.get("scored_by", self.scored_by[0]) in self.scored_by:
+        if state["scored_by"] == self.scored_by:
             self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
-        self.failing = state.get("failing", {})  # of older checkpoints: none
-        self.pretraining.load_state(state.get("pretraining", self.pretraining.state()))
+        self.failing = state["failing"]
+        self.pretraining.load_state(state["pretraining"])
 
     def update(self, plan: StepPlan, scored: ScoredRows, estimate: Estimate) -> dict[str, Any]:
         """The value model's update, if the run has one; returns its metrics."""

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from splitppo import algo
 from splitppo.context import Context
 from splitppo.critic.calibration import extremes, quality
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.models.batching import Fields, MicroBatch
 from splitppo.models.heads import head_outputs, value_outputs
 from splitppo.models.learner import Learner, learning_metrics, trainable_rows
 from splitppo.placement import StepPlan, Streams
-from splitppo.rewards.shaping import check_range
 from splitppo.rollout import Rollout
 
 Bounds = tuple[float, float]
@@ -49,7 +49,6 @@ class Baseline:
     learners: Sequence[Learner] = ()  # none or one
 
     def __init__(self, context: Context, group: Group):
-        self.context = context
         self.config = context.config
         self.group = group
 
@@ -126,7 +125,10 @@ class Values(Baseline):
 
     def warm_up(self) -> None:
         self.learner.warm_up(
-            _outputs, self._objective, fields=1, columns=lambda _, zeros: _columns(zeros, zeros)
+            _outputs,
+            self._objective,
+            fields=1,
+            columns=lambda _, zeros: {"old": zeros, "returns": zeros},
         )
 
     def values(self, rollout: Rollout) -> Tensor:
@@ -139,15 +141,12 @@ class Values(Baseline):
         lengths = rollout.episode_lengths
         if first:
             self._start_at_mean(rollout, rewards, values)
-        lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
-        lam_value = lam if ppo.lam_value is None else ppo.lam_value
-        if pretraining:
-            lam_value = 1.0
         gae = partial(algo.gae, rewards, values, lengths, gamma=ppo.gamma)
-        advantages, returns = gae(lam=lam_value)
-        same = lam is lam_value if isinstance(lam, Tensor) else lam == lam_value
-        if not same:
-            advantages, _ = gae(lam=lam)
+        lam = algo.adaptive_lambda(lengths, ppo.lam_alpha) if ppo.lam == "adaptive" else ppo.lam
+        advantages, returns = gae(lam=lam)
+        lam_value = 1.0 if pretraining else ppo.lam_value
+        if lam_value not in (None, ppo.lam):
+            _, returns = gae(lam=lam_value)
         metrics = quality(
             rollout, values, rewards, ppo.gamma, self.group, cut=not ppo.mask_truncated
         )
@@ -168,7 +167,7 @@ class Values(Baseline):
         figures = self.learner.update(
             rollout,
             trainable_rows(self.config, plan, rollout, "critic", self.group.dp_rank, mini_batches),
-            _columns(values, returns),
+            {"old": values, "returns": returns},
             self._objective,
             step=plan.step,
             epochs=self.config.value.pretrain_epochs if pretraining else epochs,
@@ -207,9 +206,16 @@ class BoundedValues(Values):
     """A value model whose values lie in `value.range`; it learns the returns by cross-entropy."""
 
     def estimate(self, *args: Any, **flags: Any) -> Estimate:
-        """Raises UserError if returns lie outside the range."""
+        """Raises UserError, on all ranks, if returns lie outside the range by more than
+        rounding."""
         estimate = super().estimate(*args, **flags)
-        check_range(*extremes(estimate.returns, self.group), *cast(Bounds, self.config.value.range))
+        low, high = cast(Bounds, self.config.value.range)
+        least, most = extremes(estimate.returns, self.group)
+        if max(low - least, most - high) > 1e-3 * (high - low):
+            raise UserError(
+                f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
+                f"{least:g} and {most:g}; widen the range until it holds them"
+            )
         return estimate
 
     def _objective(
@@ -222,11 +228,6 @@ class BoundedValues(Values):
             bounds=cast(Bounds, self.config.value.range),
             aggregate=self.config.ppo.aggregate,
         )
-
-
-def _columns(values: Tensor, returns: Tensor) -> Fields:
-    """What `_objective` reads of each token, `[N]` by name."""
-    return {"old": values, "returns": returns}
 
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:

@@ -37,16 +37,13 @@ class Generator:
         self.validator = validator
         self.version = -1  # of the weights that the engine has
         self.best: tuple[float, int] | None = None  # score of the best validation, and its step
-        # what that score belongs to, as this version says it and as earlier ones did
-        self.validated_on = [
-            digest(
-                [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
-                config.reward.validation or (config.reward.function, config.reward.weights),
-                config.log.validate_samples,
-                config.log.validate_temperature,
-            )
-            for config in context.configs
-        ]
+        reward = context.named.reward
+        self.validated_on = digest(  # what that score belongs to
+            [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
+            reward.validation or (reward.function, reward.weights),
+            context.config.log.validate_samples,
+            context.config.log.validate_temperature,
+        )
 
     def load_weights(self, weights: Weights) -> None:
         """Brings the policy's weights into the engine, unless it has them. All ranks of the group
@@ -114,15 +111,15 @@ class Generator:
         first one's is whole."""
         return {
             "best": self.best,
-            "validated_on": self.validated_on[0],
+            "validated_on": self.validated_on,
             "open": self.sampler.state(self.group),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` returned. The best of another validation is left out."""
-        same = state.get("validated_on", self.validated_on[0]) in self.validated_on
+        same = state["validated_on"] == self.validated_on
         self.best = tuple(state["best"]) if state["best"] and same else None
-        self.sampler.load_state(state.get("open", ()))
+        self.sampler.load_state(state["open"])
 
     def _metrics(self, rollout: Rollout) -> dict[str, float]:
         """Metrics of the whole batch. Means over rows are left out if none has ended."""

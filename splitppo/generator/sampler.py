@@ -7,9 +7,8 @@ the next one, and a row that has not ended goes on in the next step, with the ne
 skipped or taken twice, and no slot asks another.
 
 With environments a row has turns. When one ends, the row frees its place in the engine and keeps
-its slot until its environment has answered. No other row of the slot steps in: what is sampled must
-not depend on how long an answer takes. A turn that ends with the slot's last token of the step is
-answered while the others train, and the row goes on in the next step.
+its slot until its environment has answered: what is sampled must not depend on how long an answer
+takes. A turn that ends with the slot's last token of the step is answered while others train.
 """
 
 import sys
@@ -49,8 +48,7 @@ ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 
 class OpenRow(NamedTuple):
-    """What every rank knows of a slot's open row: its number, the response tokens that it has so
-    far, how many of them are of the last step, and all of its tokens."""
+    """What every rank knows of a slot's open row: its number, and as of an `Episode` its tokens."""
 
     row: int
     tokens: int = 0
@@ -102,8 +100,7 @@ class Sampler:
         self.player = player
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Episode] = {}
-        # whether each rank holds every open row, as before the first rollout
-        self._everywhere = True
+        self._everywhere = True  # each rank holds every open row, as before the first rollout
         # by this rank in this step: of the first slots, the (row, tokens) that they decoded
         self._decoded: dict[int, list[tuple[int, int]]] = {}
 
@@ -117,13 +114,9 @@ class Sampler:
         group: Group | None = None,
     ) -> Iterator[list[Episode]]:
         """Generates the step's rows of these slots. The ranks of a set call it with the same slots;
-        each one's engine takes a part of them, and all get the same rows.
-
-        Yields:
-            the rows that have just ended, and every few milliseconds an empty list, so that the
-            caller can do other work. Closing or dropping the iterator (an exception in a `for` loop
-            drops it) stops the engine's work.
-        """
+        each one's engine takes a part of them, and all get the same rows. Yields the rows that have
+        just ended, and every few milliseconds an empty list, so that the caller can do other work.
+        Closing or dropping the iterator stops the engine's work."""
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
         with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as lists:
             for stopped in _of_set(lists, group) if group and size > 1 else lists:
@@ -147,8 +140,7 @@ class Sampler:
         """Tells every rank of the actor group about the open rows of all slots, after a rollout.
         Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
         decoded = {}
-        open_rows = {slot: _known(row) for slot, row in self.held.items()}
-        for rows, part in group.all_gather((open_rows, self._decoded)):
+        for rows, part in group.all_gather((self._known(), self._decoded)):
             self.open |= rows
             decoded |= part
         self._everywhere = False
@@ -179,24 +171,25 @@ class Sampler:
             for _, row in sorted(rows.items())
         ]
 
-    def load_state(self, state: Sequence[Any]) -> set[str]:
+    def load_state(self, state: Sequence[Any]) -> None:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
-        then. Returns the names of what makes a row and is not in the state, as an earlier version
-        wrote it. Raises UserError if there are other slots now, or rows do not go on, were made by
+        then. Raises UserError if there are other slots now, or rows do not go on, were made by
         something else, or are too long."""
         if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
-        rows = [self._unpack(message, older=isinstance(by, str)) for _, message, by in state]
+        rows: list[Episode] = []
+        for _, message, by in state:
+            heads = OLDER if isinstance(by, str) else ()  # of an earlier version
+            rows += unpack_rows(tensor_of([b64decode(message)], torch.int32), *heads)
         longest = max((row.tokens for row in rows), default=0)
-        unknown: set[str] = set()
-        for row, (*_, recorded) in zip(rows, state, strict=True):
-            before = recorded if isinstance(recorded, dict) else {"prompt": recorded}
+        for row, (*_, before) in zip(rows, state, strict=True):
             now = self._made_by(row.row)
-            unknown |= now.keys() - before.keys()
-            others = [name for name in now if before.get(name, now[name]) != now[name]]
+            # an earlier version recorded the prompt's hash alone
+            before = before if isinstance(before, dict) else {"prompt": before}
+            others = [name for name in before if before[name] != now.get(name)]
             if row.segments and others:
                 raise UserError(
                     f"row {row.row} of the checkpoint goes on, and its {', '.join(others)} changed;"
@@ -209,14 +202,13 @@ class Sampler:
                     f" on after {row.tokens} tokens; set it to {longest + 1} at least"
                 )
         self.held |= self._by_slot(rows)
-        self.open |= {slot: _known(row) for slot, row in self.held.items()}
-        return unknown
+        self.open |= self._known()
 
-    def _unpack(self, message: str, *, older: bool) -> Episode:
-        """A row of a checkpoint; of one of an earlier version, each answer is one message."""
-        packed = tensor_of([b64decode(message)], torch.int32)
-        (row,) = unpack_rows(packed, *OLDER) if older else unpack_rows(packed)
-        return row
+    def _known(self) -> dict[int, OpenRow]:
+        return {
+            slot: OpenRow(row.row, row.tokens, row.last_step_tokens, row.total)
+            for slot, row in self.held.items()
+        }
 
     def _by_slot(self, rows: Iterable[Episode]) -> dict[int, Episode]:
         return {self.streams.slot(row.row): row for row in rows}
@@ -257,10 +249,6 @@ class Sampler:
         return Episode(row, array(IDS, self.prompt(row).tokens))
 
 
-def _known(row: Episode) -> OpenRow:
-    return OpenRow(row.row, row.tokens, row.last_step_tokens, row.total)
-
-
 @dataclass
 class _Decoding:
     """A step's work on a rank's slots: who is asked for tokens, who waits for an environment, and
@@ -289,10 +277,8 @@ class _Decoding:
         self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
         self.engine.begin(sampling, self.seed)
         try:
-            first = sorted(
-                (sampler.row(self.step, slot) for slot in slots),
-                key=lambda row: len(row.prompt) + row.tokens,
-            )
+            first = [sampler.row(self.step, slot) for slot in slots]
+            first.sort(key=lambda row: len(row.prompt) + row.tokens)
             sampler.player.keep({row.row for row in first})
             self._start(first)
             while self.drawing or self.waiting:
@@ -337,20 +323,16 @@ class _Decoding:
         elif piece.end == "limit" or not self.sampler.player.answers:
             yield self._stop(replace(row, end=piece.end))
         else:
-            self._waits(
-                replace(row, segments=(*row.segments, Segment(array(IDS), None, self.step)))
-            )
+            answer = Segment(array(IDS), None, self.step)
+            self._waits(replace(row, segments=(*row.segments, answer)))
             if not self._budget(row):  # it is answered while the others train
                 yield self.waiting.pop(row.row)
 
     def _answer(self, reply: Reply) -> Iterator[Episode]:
         """Appends what an environment said. Yields the row if it stops."""
         row = self.waiting.pop(reply.row)
-        row = (
-            self._answered(row, reply)
-            if row.awaits
-            else replace(row, prompt=reply.observed.ids, spans=reply.observed.spans)
-        )
+        begun = replace(row, prompt=reply.observed.ids, spans=reply.observed.spans)
+        row = self._answered(row, reply) if row.awaits else begun
         if row.end:
             yield self._stop(row)
         else:

@@ -2,7 +2,7 @@
 RUN/validation. Row `p * n + j` is response j to held-out prompt p, both from 0. Its noise is the
 same in every validation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from splitppo.engine import RolloutEngine, row_seed
 from splitppo.generator.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
-from splitppo.rewards.scorer import Pending, Scorer, say_failures, to_score
+from splitppo.rewards.scorer import Pending, Scored, Scorer, ToScore, say_failures, to_score
 from splitppo.rewards.summary import Response, answer, metrics
 from splitppo.rollout import Episode, add_turn_rewards
 
@@ -46,62 +46,64 @@ class Validator:
         `summary.metrics`."""
         config = self.context.config
         prompts = self.context.held_out
-        n = config.log.validate_samples
-        rows = [
-            prompt * n + j
-            for prompt in range(self.group.dp_rank, len(prompts), self.group.dp_size)
-            for j in range(n)
-        ]
-        batches: list[tuple[list[Episode], list[str], Pending]] = []
-        sampling = replace(config.rollout, temperature=config.log.validate_temperature)
-        seed = row_seed(config.seed, NO_ROW, 0)
         sampler = Sampler(
-            len(prompts) * n,
+            len(prompts) * config.log.validate_samples,
             prompts.__getitem__,
-            samples=n,
+            samples=config.log.validate_samples,
             limit=config.rollout.max_new_tokens,
             context=config.rollout.max_context,
             player=self.player,
         )
-        for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
-            if finished:
-                asks = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
-                # the scorer works while the engine generates
-                batches.append((finished, [text for _, text, _ in asks], self.scorer.submit(asks)))
-        scored_rows = []
-        written = []
+        responses = []
+        lines = []
         failures = []
-        for episodes, texts, pending in batches:
-            results = self.group.of_first(pending)
-            of_rewards = torch.tensor([result.score for result in results], dtype=torch.float64)
-            scores = add_turn_rewards(of_rewards, episodes).tolist()
-            for episode, text, scored, score in zip(episodes, texts, results, scores, strict=True):
-                scored_rows.append(
-                    Response(
-                        episode.row,
-                        score,
-                        dict(scored.figures),
-                        answer(text),
-                        episode.tokens,
-                        cut=episode.truncated,
-                        failed=bool(scored.failures) or episode.end == "failed",
-                    )
+        for episode, text, scored, score in self._scored_rows(sampler):
+            responses.append(
+                Response(
+                    episode.row,
+                    score,
+                    dict(scored.figures),
+                    answer(text),
+                    episode.tokens,
+                    cut=episode.truncated,
+                    failed=bool(scored.failures) or episode.end == "failed",
                 )
-                failures += [(episode.row, failure) for failure in scored.failures]
-                if episode.row < FILE_ROWS:
-                    line = record(self.context, step, sampler.prompt(episode.row), episode, score)
-                    written.append(line | {"sample": sampler.streams.sample(episode.row)})
+            )
+            failures += [(episode.row, failure) for failure in scored.failures]
+            if episode.row < FILE_ROWS:
+                line = record(self.context, step, sampler.prompt(episode.row), episode, score)
+                lines.append(line | {"sample": sampler.streams.sample(episode.row)})
         failures += self.player.take()[1]
-        gathered = self.group.all_gather((scored_rows, written, failures))
+        gathered = self.group.all_gather((responses, lines, failures))
         if self.group.is_first:
-            rows = (row for _, part, _ in gathered for row in part)
-            self.write(step, sorted(rows, key=lambda row: row["row"]))
+            written = (line for _, part, _ in gathered for line in part)
+            self.write(step, sorted(written, key=lambda line: line["row"]))
             say_failures(
                 f"[actor] step {step}, held-out rows, ",
                 [failure for *_, part in gathered for failure in part],
             )
-        responses = (response for part, *_ in gathered for response in part)
         return metrics(
-            sorted(responses, key=lambda response: response.row),
+            sorted((one for part, *_ in gathered for one in part), key=lambda one: one.row),
             [prompt.data_source for prompt in prompts],
         )
+
+    def _scored_rows(self, sampler: Sampler) -> Iterator[tuple[Episode, str, Scored, float]]:
+        """This rank's rows: each with its text, what the rewards said of it, and its whole
+        score."""
+        config = self.context.config
+        n = config.log.validate_samples
+        mine = range(self.group.dp_rank, len(self.context.held_out), self.group.dp_size)
+        rows = [prompt * n + j for prompt in mine for j in range(n)]
+        sampling = replace(config.rollout, temperature=config.log.validate_temperature)
+        seed = row_seed(config.seed, NO_ROW, 0)
+        batches: list[tuple[list[Episode], list[ToScore], Pending]] = []
+        for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
+            if finished:
+                asks = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
+                # the scorer works while the engine generates
+                batches.append((finished, asks, self.scorer.submit(asks)))
+        for episodes, asks, pending in batches:
+            results = self.group.of_first(pending)
+            of_rewards = torch.tensor([result.score for result in results], dtype=torch.float64)
+            scores = add_turn_rewards(of_rewards, episodes).tolist()
+            yield from zip(episodes, (text for _, text, *_ in asks), results, scores, strict=True)

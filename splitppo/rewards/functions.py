@@ -7,7 +7,6 @@ Reward workers import this module: no torch, no numpy.
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -139,37 +138,29 @@ def read_result(result: Any) -> Outcome:
     NaN or infinite in float32."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
-    parts = {
-        key: _number(value) for key, value in parts.items() if not isinstance(value, str | None)
-    }
-    numbers: dict[str, float] = {}
-    reason = "it has no score"
+    parts = {name: part for name, part in parts.items() if not isinstance(part, str | None)}
     try:
-        numbers = name_numbers(parts)
-    except ValueError as error:
-        reason = str(error)
-    bad = [key for key, value in numbers.items() if math.isnan(value)]
-    if bad or "score" not in numbers:
-        reason = f"{bad[0]!r} is not a finite number" if bad else reason
-        return Failure(
-            "",
-            "invalid",
-            f"returned {one_line(repr(result)[:120])}: {reason}; "
-            "return float(...), or a dict of numbers with the key 'score'",
-        )
-    return numbers.pop("score"), numbers
+        numbers = {name: _number(name, part) for name, part in name_numbers(parts).items()}
+        return numbers.pop("score"), numbers
+    except (KeyError, ValueError) as error:
+        reason = "it has no score" if isinstance(error, KeyError) else error
+    return Failure(
+        "",
+        "invalid",
+        f"returned {one_line(repr(result)[:120])}: {reason}; "
+        "return float(...), or a dict of numbers with the key 'score'",
+    )
 
 
-def _number(value: Any) -> float:
-    """`value` as a float if it is one number, finite in float32; else NaN. Numbers are those of
-    Python (Decimal and Fraction, too), numpy and torch, alone or as the only element of a list,
-    array or tensor."""
-    try:
+def _number(name: str, value: Any) -> float:
+    """`value` as a float. It may be one of Python's numbers (Decimal and Fraction, too), numpy's or
+    torch's, alone or as the only element of a list, array or tensor. Raises ValueError if it is
+    not one number, or not finite in float32."""
+    with suppress(Exception):  # each library has its own errors
         while type(value) in (list, tuple) and len(value) == 1:
             value = value[0]
-        if hasattr(value, "item"):  # an array or a tensor
-            value = value.item()
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except Exception:  # several numbers, or one that is too large; each library has its own error
-        return math.nan
-    return number if abs(number) <= FLOAT32_MAX else math.nan
+        value = value.item() if hasattr(value, "item") else value
+        number: float = value.__float__()  # which a text lacks
+        if abs(number) <= FLOAT32_MAX:
+            return number
+    raise ValueError(f"{name!r} is not a finite number")

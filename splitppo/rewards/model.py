@@ -38,18 +38,14 @@ class RewardText:
             tokenizer, policy
         )
         self.chat = chat and template is not None
-        tokenizer.truncation_side = "left"
-
-    @property
-    def reads(self) -> str:
-        """The form in which the reward model gets rows, for the user."""
-        if self.same:
-            return "the policy's token ids"
-        return (
+        own_form = (
             "the text in its own chat template"
             if self.chat
             else "plain text, the response behind the prompt"
         )
+        # the form in which the reward model gets rows, for the user
+        self.reads = "the policy's token ids" if self.same else own_form
+        tokenizer.truncation_side = "left"
 
     def encode(self, prompt: Prompt, episode: Episode) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut."""
@@ -79,10 +75,11 @@ class RewardModel(Frozen):
         self.pad: int | None = getattr(model.config, "pad_token_id", None)
 
     def score(
-        self, prompts: Sequence[Prompt], episodes: Sequence[Episode]
-    ) -> tuple[Tensor, Tensor]:
-        """Scores of rows. All ranks of the group must call it, even those without rows. Returns
-        `[B]` float32 scores, and `[B]` float32: 1 where the beginning of the text was cut."""
+        self, prompts: Sequence[Prompt], episodes: Sequence[Episode], config: RewardConfig
+    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
+        """The model's part of the rows' scores `[B]` float32, weighted; its figures: the raw score,
+        and 1 where the beginning of the text was cut; and the rows on which it failed. All ranks of
+        the group must call it, even those without rows."""
         encoded = [
             self.text.encode(prompt, episode)
             for prompt, episode in zip(prompts, episodes, strict=True)
@@ -92,14 +89,7 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        return self.run(texts, fields=1), torch.tensor([float(cut) for _, cut in encoded])
-
-    def weighted(
-        self, prompts: Sequence[Prompt], episodes: Sequence[Episode], config: RewardConfig
-    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
-        """The model's part of the rows' scores `[B]`, its figures, and the rows on which it
-        failed. All ranks of the group call it."""
-        scores, cut = self.score(prompts, episodes)
+        scores = self.run(texts, fields=1)
         wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
         failures = [
             (episode.row, Failure("reward model", "invalid", wrong.format(score)))
@@ -109,7 +99,10 @@ class RewardModel(Frozen):
         scores = torch.where(scores.isfinite(), scores, config.failed_score)
         return (
             scores * config.model_weight,
-            {"reward_model": scores.tolist(), "reward_model_cut": cut.tolist()},
+            {
+                "reward_model": scores.tolist(),
+                "reward_model_cut": [float(cut) for _, cut in encoded],
+            },
             failures,
         )
 

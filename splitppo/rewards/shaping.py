@@ -8,7 +8,6 @@ from torch import Tensor
 
 from splitppo import algo
 from splitppo.config import RewardConfig
-from splitppo.errors import UserError
 
 
 @dataclass
@@ -59,14 +58,3 @@ def shape_scores(
         used = torch.tensor(lengths).float() + config.overlong_tokens - max_new_tokens
         shaped = shaped - config.overlong_penalty * (used / config.overlong_tokens).clamp(0, 1)
     return shaped.float()
-
-
-def check_range(least: float, most: float, low: float, high: float) -> None:
-    """Raises UserError, on all ranks, if returns lie outside `value.range` by more than
-    rounding."""
-    slack = 1e-3 * (high - low)
-    if least < low - slack or most > high + slack:
-        raise UserError(
-            f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
-            f"{least:g} and {most:g}; widen the range until it holds them"
-        )

@@ -24,7 +24,7 @@ MEAN = 22 / 6
 
 
 def context_of(config: Config) -> Any:
-    return SimpleNamespace(config=config, configs=(config,))
+    return SimpleNamespace(config=config, named=config)
 
 
 def rollout_of(rank: int) -> Rollout:

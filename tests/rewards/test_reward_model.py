@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from splitppo import train
+from splitppo.config import RewardConfig
 from splitppo.job.collectives import Group
 from splitppo.models import build as ours
 from splitppo.models import weights
@@ -122,7 +123,7 @@ def scores_of_rank(
     prompts, samples = some_rows(tokenizer)
     # a rank without rows takes part
     mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]
-    scores, _ = found.score([prompts[i] for i in mine], [samples[i] for i in mine])
+    scores, *_ = found.score([prompts[i] for i in mine], [samples[i] for i in mine], RewardConfig())
     return dict(zip(mine, scores.tolist(), strict=True))
 
 
@@ -223,11 +224,12 @@ def failing_rank(rank: int, argv: list[str], every: int) -> int:
     """A run whose reward model gives row r the score r % 4, but nan where r % every is every -
     1."""
 
-    def score(self: RewardModel, prompts: Any, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = [math.nan if s.row % every == every - 1 else float(s.row % 4) for s in samples]
-        return torch.tensor(scores), torch.zeros(len(scores))
+    def run(self: RewardModel, texts: Any, *, fields: int) -> torch.Tensor:
+        return torch.tensor(
+            [math.nan if text.row % every == every - 1 else float(text.row % 4) for text in texts]
+        )
 
-    cast(Any, RewardModel).score = score
+    cast(Any, RewardModel).run = run
     return train.main(argv)
 
 
