@@ -5,15 +5,18 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from splitppo.config import RolloutConfig
 from splitppo.models.names import ties_of
 from splitppo.rollout import End
 
+NO_TOKEN = 2**31 - 1  # beyond every vocabulary: no part of a stop string
 TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns without a piece
 
 
@@ -75,6 +78,24 @@ class OpenPiece:
     def left(self) -> int:
         """Tokens that may still be drawn."""
         return self.ask.tokens - len(self.tokens)
+
+
+# of each row, whether a stop string ends in its last token
+Stops = Callable[[Sequence[OpenPiece]], list[bool]]
+
+
+def find_stops(tokenizer: Any, strings: Sequence[str]) -> Stops:
+    """What looks for these strings in what was drawn for rows, never in their prompts."""
+    if not strings:
+        return lambda rows: [False] * len(rows)
+    criteria: Any = StopStringCriteria(tokenizer, list(strings))
+    most = criteria.maximum_token_len  # it looks at so many tokens
+
+    def stops(rows: Sequence[OpenPiece]) -> list[bool]:
+        last = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
+        return criteria(torch.tensor(last), None).tolist() if rows else []
+
+    return stops
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:

@@ -23,9 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.stopping_criteria import StopStringCriteria
 
-from splitppo.engine import TICK, Ask, OpenPiece, Piece
+from splitppo.engine import TICK, Ask, OpenPiece, Piece, Stops
 from splitppo.rollout import End
 
 # cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
@@ -36,7 +35,6 @@ CACHES = ("cache", "past_key_values", "cache_params")
 ROOM = 64  # columns allocated ahead, at least
 PREFILL = 4096  # tokens, padding included, that enter in one forward pass: limits its activations
 RECOMPUTED = 1024  # tokens that a forward pass computes in about the time of a decode step
-NO_TOKEN = 2**31 - 1  # beyond every vocabulary: no part of a stop string
 
 # logits `[R, V]`, rows `[R]`, positions in their responses `[R]` -> tokens `[R]` and their
 # log-probs `[R]`
@@ -107,11 +105,10 @@ class Decoder:
     def busy(self) -> bool:
         return bool(self._queue or self._rows)
 
-    def begin(self, draw: Draw, stop: StopStringCriteria | None = None) -> None:
-        """How tokens are drawn for the rows to come. `stop` gets what was drawn for a row, never
-        the prompt."""
+    def begin(self, draw: Draw, stops: Stops) -> None:
+        """How tokens are drawn for the rows to come, and what may end them."""
         self._draw = draw
-        self._stop: Any = stop
+        self._stops = stops
         self.steps = 0
         self.seconds = 0.0
 
@@ -278,7 +275,7 @@ class Decoder:
             row.logprobs.append(logprob)
         ended = []
         for (place, row), stopped in zip(
-            rows.items(), self._stopped(list(rows.values())), strict=True
+            rows.items(), self._stops(list(rows.values())), strict=True
         ):
             stop: End | None = "eos" if row.tokens[-1] in self.eos else "stop" if stopped else None
             end = (row.ask.may_stop and stop) or (None if row.left else "limit")
@@ -286,14 +283,6 @@ class Decoder:
                 del self._rows[place]
                 ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))
         return ended
-
-    def _stopped(self, rows: list[OpenPiece]) -> list[bool]:
-        """For each row, whether a stop string ends in its last token."""
-        if not self._stop:
-            return [False] * len(rows)
-        most = self._stop.maximum_token_len  # it looks at so many tokens
-        last = [[NO_TOKEN] * (most - len(row.tokens)) + row.tokens[-most:] for row in rows]
-        return self._stop(torch.tensor(last), None).tolist()
 
 
 def _zeros(like: Tensor, places: int, columns: int) -> Tensor:

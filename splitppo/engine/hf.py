@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
-from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.initialization import no_init_weights
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, Piece, RolloutEngine, check_weights, weight_names
+from splitppo.engine import Ask, Piece, RolloutEngine, check_weights, find_stops, weight_names
 from splitppo.engine.decoder import Decoder
 from splitppo.models.build import code_of
 from splitppo.models.tokenizer import eos_ids, vocabulary_size
@@ -105,9 +104,7 @@ class HFEngine(RolloutEngine):
         self.decoder = Decoder(self.model, device=device, pad=pad, eos=eos, max_rows=max_rows)
         self.device = device
         self.vocabulary = vocabulary_size(tokenizer)
-        self.stop_criteria = functools.cache(
-            lambda strings: StopStringCriteria(tokenizer, list(strings))
-        )
+        self._find_stops = functools.cache(functools.partial(find_stops, tokenizer))
 
     def connect(self) -> str:
         return "transformers, in this process; " + (
@@ -132,10 +129,8 @@ class HFEngine(RolloutEngine):
         """The cache is the trainer's allocator's, and gone when no row is open."""
 
     def _begin(self, sampling: RolloutConfig, seed: int) -> None:
-        self.decoder.begin(
-            functools.partial(self._draw, sampling, seed),
-            self.stop_criteria(sampling.stop) if sampling.stop else None,
-        )
+        draw = functools.partial(self._draw, sampling, seed)
+        self.decoder.begin(draw, self._find_stops(sampling.stop))
 
     def _submit(self, asks: Sequence[Ask]) -> None:
         self.decoder.submit(asks)

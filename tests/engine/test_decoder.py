@@ -10,7 +10,7 @@ from test_families import PLAIN, configured
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from splitppo.engine import Ask
+from splitppo.engine import Ask, find_stops
 from splitppo.engine.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_rows_that_enter_and_leave_are_as_if_each_was_alone(
     model = random_model(configured(kind, settings))
     decoder = Decoder(model, device=CPU, pad=0, eos=set(), max_rows=4)
     monkeypatch.setattr("splitppo.engine.decoder.ROOM", 4)
-    decoder.begin(likeliest)
+    decoder.begin(likeliest, find_stops(None, ()))
     decoder.submit(some_asks())
     pieces = {}
     while decoder.busy:

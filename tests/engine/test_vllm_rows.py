@@ -41,15 +41,9 @@ class Engine:
     def abort_requests(self, names: list[str], internal: bool = False) -> None:
         self.aborted.append((names, internal))
 
-    def abort_request(self, names: list[str]) -> None:
-        self.aborted.append((names, "front"))
-
     def get_output(self) -> "Engine":
         self.outputs = self.answers.pop(0)
         return self
-
-    def step(self) -> list:
-        return self.answers.pop(0)
 
 
 def core(
@@ -63,20 +57,6 @@ def core(
     return SimpleNamespace(
         request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=ended
     )
-
-
-def front(
-    name: str,
-    tokens: list[int],
-    logprobs: list[float],
-    ended: str,
-    by: Any = None,
-    *,
-    finished: bool = True,
-) -> Any:
-    table = SimpleNamespace(logprobs=logprobs)
-    told = SimpleNamespace(token_ids=tokens, logprobs=table, finish_reason=ended, stop_reason=by)
-    return SimpleNamespace(request_id=name, finished=finished, outputs=[told])
 
 
 def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
@@ -124,37 +104,40 @@ def test_only_the_rows_of_the_rank_are_broken_off():
     assert [(rank, piece.tokens) for rank, piece in rows.step()] == [(1, [6])]
 
 
-def test_rows_that_strings_may_end_go_through_the_front_end():
+def test_strings_end_rows(monkeypatch):
+    """The last token of 5, 6; not if the engine has ended the row there by an end id."""
+    monkeypatch.setattr(
+        "splitppo.engine.vllm.rows.find_stops",
+        lambda tokenizer, strings: lambda rows: [row.tokens[-2:] == [5, 6] for row in rows],
+    )
     engine = Engine(
-        [front("0/1", [5], [-1.0], "", finished=False)],
-        [front("0/1", [5, 6], [-1.0, -2.0], "stop", "END"), front("0/2", [7], [-3.0], "length")],
-        [front("0/3", [2], [-4.0], "stop", 2)],
+        [core(f"own 0/{row}", [5], [-1.0]) for row in (1, 2, 3, 4)],
+        [
+            core("own 0/1", [6], [-2.0]),
+            core("own 0/2", [6], [-2.0], "length"),
+            core("own 0/3", [6], [-2.0], "stop"),
+            core("own 0/4", [6], [-2.0]),
+        ],
+        [core("own 0/1", [7], [-3.0]), core("own 0/4", [7], [-3.0], "length")],
     )
     rows = Rows(engine, [2])
-    asks = [Ask(row, [4], 0, 9) for row in (1, 2, 3, 8)]
+    asks = [Ask(row, [4], 0, 9, may_stop=row != 4) for row in (1, 2, 3, 4)]
     rows.add(0, asks, RolloutConfig(max_new_tokens=9, temperature=1.0, stop=("END",)), 0)
-    assert engine.aborted == []
+    begun = len(engine.aborted)
     assert rows.step() == []
-    told = [(rank, s.row, s.tokens, s.logprobs, s.end) for rank, s in rows.step()]
-    assert told == [(0, 1, [5, 6], [-1.0, -2.0], "stop"), (0, 2, [7], [-3.0], "limit")]
-    # by a token, whose number is the reason
-    assert [piece.end for _, piece in rows.step()] == ["eos"]
-    rows.abort(0)
-    assert engine.aborted == [(["0/8"], "front")]
-    params = engine.asked["0/1"][1]
-    assert (params["stop"], params["detokenize"], params["include_stop_str_in_output"]) == (
-        ["END"],
-        True,
-        True,
-    )
+    ended = {piece.row: (piece.tokens, piece.logprobs, piece.end) for _, piece in rows.step()}
+    assert ended.pop(3) == ([5, 6], [-1.0, -2.0], "eos")
+    assert ended == dict.fromkeys((1, 2), ([5, 6], [-1.0, -2.0], "stop"))
+    assert engine.aborted[begun:] == [(["own 0/1", "own 0/2"], False)]
+    # what comes late is dropped
+    assert [(piece.row, piece.tokens) for _, piece in rows.step()] == [(4, [5, 6, 7])]
 
 
 def test_how_a_row_is_drawn():
     due = {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 4, "max_tokens": 9, "stop": [],
-        "detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "ignore_eos": True, "stop_token_ids": [2], "logprobs": 0, "flat_logprobs": True,
-        "output_kind": "final",
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 4, "max_tokens": 9,
+        "detokenize": False, "ignore_eos": True, "stop_token_ids": [2], "logprobs": 0,
+        "flat_logprobs": True, "output_kind": "final",
     }  # fmt: skip
     assert params_of(SAMPLING, seed=4, eos=[2], tokens=9) == due
     greedy = {"temperature": 0.0}

@@ -27,6 +27,7 @@ from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
 from splitppo.engine.vllm.weight_check import Sums, compare
 from splitppo.job.child import end_with_parent
+from splitppo.models.tokenizer import read_tokenizer
 
 STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
 SETTINGS = {
@@ -77,8 +78,7 @@ def build_llm(plan: Plan) -> Any:
         EngineArgs(
             model=plan.folder,
             trust_remote_code=plan.config.policy.trust_remote_code,
-            # requests are ids; only stop strings need text
-            skip_tokenizer_init=not plan.config.rollout.stop,
+            skip_tokenizer_init=True,  # requests are ids
             load_format="dummy",
             # the trainer sends floats, also where its folder holds FP8
             hf_overrides={"quantization_config": None},
@@ -125,7 +125,13 @@ def start_llm(plan: Plan) -> tuple[Rows, str]:
     start = time.monotonic()
     llm = build_llm(plan)
     llm.collective_rpc("splitppo_limit", args=(plan.vocabulary,))
-    rows = Rows(llm, plan.eos)
+    policy = plan.config.policy
+    tokenizer = (
+        read_tokenizer(plan.folder, own_code=policy.trust_remote_code)
+        if plan.config.rollout.stop
+        else None
+    )
+    rows = Rows(llm, plan.eos, tokenizer)
     installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
     if plan.config.engine.steady and installed.startswith(STEADY):

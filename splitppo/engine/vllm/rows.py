@@ -2,36 +2,38 @@
 
 # pyright: reportMissingImports=false
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from splitppo.config import RolloutConfig
-from splitppo.engine import Ask, OpenPiece, Piece, row_seed
+from splitppo.engine import Ask, OpenPiece, Piece, find_stops, row_seed
 from splitppo.rollout import End
 
-# vLLM's reason for the end of a row -> ours. `string` is ours: vLLM says `stop` for end ids and
-# stop strings.
+# vLLM's reason for the end of a row -> ours; `string` is not vLLM's
 ENDS_BY: dict[str, End] = {"stop": "eos", "string": "stop", "length": "limit"}
 
 
 class Rows:
-    """The open rows of an engine; `eos`: ids that end a response.
+    """The open rows of an engine.
 
     Tokens are taken directly from vLLM's core, those of steady rows from its scheduler
     (scheduler.py). The front end needs more time for each token than the GPU does with a small
-    model. Only rows with stop strings go through the front end, which
-    makes the text to search.
+    model.
+
+    Args:
+        eos: ids that end a response. tokenizer: for stop strings; None: there are none.
     """
 
-    def __init__(self, llm: Any, eos: Sequence[int]):
+    def __init__(self, llm: Any, eos: Sequence[int], tokenizer: Any = None):
         self.llm = llm
         self.eos = list(eos)
         self.open: dict[str, OpenPiece] = {}  # by request id
-        self._text = False  # whether stop strings may end these rows
+        self._find_stops = functools.cache(functools.partial(find_stops, tokenizer))
 
     def add(self, rank: int, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
         """Begins a rank's rows."""
-        self._text = bool(sampling.stop)
+        self._stops = self._find_stops(sampling.stop)
         for ask in asks:
             params = params_of(
                 sampling,
@@ -40,48 +42,39 @@ class Rows:
                 tokens=ask.tokens,
                 fixed=not ask.may_stop,
             )
-            name = f"{rank}/{ask.row}"
-            core_name = self.llm.add_request(name, {"prompt_token_ids": list(ask.ids)}, params)
-            if not self._text:  # in the front end only
-                self.llm.output_processor.abort_requests([core_name], internal=True)
-            self.open[name if self._text else core_name] = OpenPiece(ask, rank=rank)
+            prompt = {"prompt_token_ids": list(ask.ids)}
+            name = self.llm.add_request(f"{rank}/{ask.row}", prompt, params)
+            self.llm.output_processor.abort_requests([name], internal=True)  # in the front end only
+            self.open[name] = OpenPiece(ask, rank=rank)
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
         names = [name for name, row in self.open.items() if row.rank == rank]
-        (self.llm.abort_request if self._text else self.llm.engine_core.abort_requests)(names)
+        self.llm.engine_core.abort_requests(names)
         for name in names:
             del self.open[name]
 
     def step(self) -> list[tuple[int, Piece]]:
         """Runs vLLM's next step. Returns what ended with it, each with its rank."""
-        return [
-            (row.rank, piece_of(row, reason))
-            for row, reason in (self._ended_by_text() if self._text else self._ended())
-        ]
-
-    def _ended(self) -> list[tuple[OpenPiece, str]]:
-        ended = []
-        rows = self.open
+        ended = {}  # vLLM's reasons
         for output in self.llm.engine_core.get_output().outputs:
-            if row := rows.get(output.request_id):  # else it is late, of an aborted row
+            if row := self.open.get(output.request_id):  # else it is late, of an aborted row
                 row.tokens += output.new_token_ids
                 if output.new_logprobs is not None:
                     row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
                 if output.finish_reason is not None:
-                    ended.append((rows.pop(output.request_id), str(output.finish_reason)))
-        return ended
-
-    def _ended_by_text(self) -> list[tuple[OpenPiece, str]]:
-        ended = []
-        for output in self.llm.step():
-            if output.finished and (row := self.open.pop(output.request_id, None)):
-                whole = output.outputs[0]
-                row.tokens = list(whole.token_ids)
-                row.logprobs = list(whole.logprobs.logprobs)
-                by_string = whole.finish_reason == "stop" and isinstance(whole.stop_reason, str)
-                ended.append((row, "string" if by_string else whole.finish_reason))
-        return ended
+                    ended[output.request_id] = str(output.finish_reason)
+        free = {
+            name: row
+            for name, row in self.open.items()
+            if row.ask.may_stop and ended.get(name) != "stop"
+        }
+        stops = zip(free, self._stops([*free.values()]), strict=True)
+        if stopped := [name for name, stop in stops if stop]:
+            self.llm.engine_core.abort_requests(stopped)
+            ended |= dict.fromkeys(stopped, "string")
+        rows = [(self.open.pop(name), reason) for name, reason in ended.items()]
+        return [(row.rank, piece_of(row, reason)) for row, reason in rows]
 
 
 def params_of(
@@ -97,10 +90,7 @@ def params_of(
         top_k=sampling.top_k,
         seed=seed,
         max_tokens=tokens,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
+        detokenize=False,
         ignore_eos=True,  # stop_token_ids has all of them
         stop_token_ids=[] if fixed else list(eos),
         logprobs=0,  # only of the drawn token

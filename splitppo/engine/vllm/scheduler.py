@@ -30,7 +30,6 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
             # vLLM's output of the first token has more fields
             and 0 < request.num_output_tokens < request.max_tokens - 1
             and request.num_tokens + 1 < scheduler.max_model_len
-            and not request.sampling_params.detokenize  # vLLM's front end needs its own outputs
             # it may be waiting again, with earlier tokens still in flight
             and not request.num_preemptions
         )
