@@ -16,7 +16,7 @@ from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, Literal, cast
 
 from splitppo.errors import UserError, one_line, say
@@ -113,8 +113,10 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
     file = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
     if not file.is_file():
         raise UserError(f"{wrong} no such file {file}; give a path that every rank can read")
+    # the file may import modules beside it; last, so that they hide no library
+    sys.path += {str(file.parent)} - {*sys.path}
     try:
-        module = _import_file(file)
+        module = importlib.import_module(f"{IMPORTED}{os.fsencode(file).hex()}")
     except (Exception, SystemExit) as error:
         raise UserError(
             f"importing the {what} file {file} failed: {describe(error)}; fix the file"
@@ -142,12 +144,6 @@ class UsersFiles:
 
 
 sys.meta_path.append(cast(Any, UsersFiles))
-
-
-def _import_file(file: Path) -> ModuleType:
-    # the file may import modules beside it; last, so that they hide no library
-    sys.path += {str(file.parent)} - {*sys.path}
-    return importlib.import_module(f"{IMPORTED}{os.fsencode(file).hex()}")
 
 
 def describe(error: BaseException) -> str:

@@ -236,9 +236,9 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     size = plan.config.engine.tensor_parallel
     with Listener(plan.address, "AF_UNIX", backlog=size) as listener:
         accepted = [listener.accept() for _ in range(size)]
-    hellos = [(*conn.recv(), conn) for conn in accepted]
-    ordered = sorted(hellos, key=lambda hello: hello[1])
-    return [(conn, buckets) for _, _, buckets, conn in ordered]
+    hellos = [(conn.recv(), conn) for conn in accepted]
+    ordered = sorted(hellos, key=lambda hello: hello[0][1])
+    return [(conn, buckets) for (_, _, buckets), conn in ordered]
 
 
 def read_plan() -> Plan:

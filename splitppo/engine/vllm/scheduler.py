@@ -35,13 +35,13 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
         )
 
     def update_from_output(scheduled: Any, drawn: Any) -> Any:
-        logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else ()
+        logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else []
         counts = scheduled.num_scheduled_tokens
         others = {}
         for name, count in counts.items():
             request = scheduler.requests.get(name)
             place = drawn.req_id_to_index.get(name, len(logprobs))
-            sampled = drawn.sampled_token_ids[place] if place < len(logprobs) else ()
+            sampled = drawn.sampled_token_ids[place] if place < len(logprobs) else []
             if request and name in rows and is_steady(request, sampled):
                 rows[name].tokens.append(sampled[0])
                 rows[name].logprobs.append(logprobs[place])
