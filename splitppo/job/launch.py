@@ -52,20 +52,15 @@ class Launch:
             "GROUP_WORLD_SIZE": "1",
             **os.environ,
         }
-        values = [env.get(name, "") for name in names]
-        if (
-            "MASTER_ADDR" not in env
-            or not all(map(str.isdecimal, values))
-            or int(values[0]) >= int(values[1])
-        ):
-            variables = " ".join(
-                f"{name}={env.get(name, 'unset')}" for name in (*names, "MASTER_ADDR")
-            )
+        values = [env.get(name, "unset") for name in (*names, "MASTER_ADDR")]
+        numbers = [int(value) for value in values[:-1] if value.isdecimal()]
+        if len(numbers) < len(names) or numbers[0] >= numbers[1] or values[-1] == "unset":
+            variables = map("=".join, zip((*names, "MASTER_ADDR"), values, strict=True))
             raise UserError(
-                f"{variables}: torchrun sets all of them; start with it, "
+                f"{' '.join(variables)}: torchrun sets all of them; start with it, "
                 "or unset RANK for one process alone"
             )
-        return cls(*map(int, values[:5]))
+        return cls(*numbers[:5])
 
     def check_nodes(self) -> None:
         """Raises UserError if this node has more or fewer ranks than the average node."""

@@ -116,15 +116,11 @@ def join(
         store.set(keys[0], text)
         while not store.check(keys):
             if time.monotonic() > end:
-                hosts = {
-                    i: json.loads(store.get(key))["host"]
-                    for i, key in enumerate(keys)
-                    if store.check([key])
-                }
+                came = [rank for rank, key in enumerate(keys) if store.check([key])]
+                hosts = (f"{rank} on {json.loads(store.get(keys[rank]))['host']}" for rank in came)
                 raise kind(
-                    f"{waited} ranks {sorted({*range(len(keys))} - {*hosts})}, which did not start;"
-                    f" those that did: {', '.join(f'{i} on {host}' for i, host in hosts.items())}"
-                    f"{remedy}"
+                    f"{waited} ranks {sorted({*range(len(keys))} - {*came})}, which did not start; "
+                    f"those that did: {', '.join(hosts)}{remedy}"
                 )
             while answered < store.add("splitppo/tickets", 0):
                 answered += 1
@@ -153,14 +149,9 @@ def check_alike(
         there = first.get(name, "none")
         here = facts.get(name, "none")
         if there != here:
-            remedy = (
-                "give all nodes the same flags"
-                if name.startswith("--")
-                else "install the same on all nodes"
-            )
             raise UserError(
-                f"nodes differ in {name}: {there} on {peers[0].host} (rank 0), "
-                f"{here} on {peers[rank].host} (rank {rank}); {remedy}"
+                f"nodes differ in {name}: {there} on {peers[0].host} (rank 0), {here} on "
+                f"{peers[rank].host} (rank {rank}); give all nodes the same flags and packages"
             )
 
 

@@ -25,8 +25,7 @@ STARTUP_LIMIT = 300.0
 
 
 class Runtime:
-    """Connects this rank to the others. `broadcast`, `all_gather` and `barrier` are for the main
-    thread alone.
+    """Connects this rank to the others. `broadcast` and `all_gather` are for the main thread alone.
 
     Attributes:
         job: key-value store of the job. store, wire_store: its part for this start, for the main
@@ -143,10 +142,6 @@ class Runtime:
         self._gather(key, value)
         with self._naming_ranks(key):
             return json.loads(self.store.get(key))
-
-    def barrier(self, where: str) -> None:
-        """Waits for all ranks, but not for the GPUs. Each `where` is used once."""
-        self.all_gather(where, "")
 
     def wait_for_all(self) -> None:
         """Keeps rank 0 until every other rank has called this: rank 0's process may hold the

@@ -14,8 +14,6 @@ The copy then takes microseconds. Batches travel over a process group of their o
 Gloo on CPUs.
 """
 
-import os
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -96,7 +94,6 @@ class Wire:
         integers."""
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop}/go", array("q", [payload.numel(), *header]).tobytes())
-        self._trace(f"sends {payload.numel()} x {payload.dtype}", hop)
         self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
         self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
 
@@ -109,12 +106,11 @@ class Wire:
         One message at a time: a second sender that is clear to send would post, and its GPU would
         wait.
         """
-        self._trace("clear to send", hop)
         self.store.set(f"{hop}/clear", b"1")
         self._wait(hop, "go", hop.sender)
         numel, *header = array("q", self.store.get(f"{hop}/go"))
-        for word in ("clear", "go"):
-            self.store.delete_key(f"{hop}/{word}")
+        self.store.delete_key(f"{hop}/clear")
+        self.store.delete_key(f"{hop}/go")
         if numel != (due := check(header)):
             raise WireError(
                 f"{hop}: {numel} elements announced where {due} are due; "
@@ -122,7 +118,6 @@ class Wire:
             )
         payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
         self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
-        self._trace(f"has received {numel} x {dtype}", hop)
         return header, payload
 
     def spent(self) -> dict[str, float]:
@@ -147,8 +142,7 @@ class Wire:
         try:
             self.store.wait([f"{hop}/{word}"], timedelta(seconds=self.timeout))
         except dist.DistStoreError as error:
-            what = "a clear-to-send" if word == "clear" else "a message"
-            raise self._timed_out(hop, f"{what} from", peer) from error
+            raise self._timed_out(hop, f"'{word}' from", peer) from error
 
     def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
         """Returns `transfer(*args)` once the GPU has finished the copy; a failure names both
@@ -165,8 +159,7 @@ class Wire:
         try:
             return self._copier.submit(on_stream).result(self.timeout)
         except TimeoutError as error:
-            way = "to" if peer == hop.receiver else "from"
-            raise self._timed_out(hop, f"the copy {way}", peer) from error
+            raise self._timed_out(hop, "the copy to or from", peer) from error
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -180,8 +173,3 @@ class Wire:
             f"{hop}: {self.describe(self.rank)} waited {self.timeout:g} s for {what} "
             f"{self.describe(peer)}; raise --timeout if that rank is only slow"
         )
-
-    def _trace(self, what: str, hop: Hop) -> None:
-        if os.environ.get("SPLITPPO_TRACE") == "1":
-            # one write a line, since all ranks write to one screen
-            sys.stderr.write(f"[trace {time.time():.6f}] rank {self.rank} {what}: {hop}\n")

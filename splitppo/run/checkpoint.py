@@ -162,9 +162,8 @@ def tidy(run_dir: Path, start: int) -> None:
         if not is_complete(folder):
             # any other name was given by the user
             if step_of(folder.with_name(folder.name.removesuffix(GONE))):
-                what = "a link to no" if folder.is_symlink() else "an unfinished"
                 remove(folder)
-                warn(f"removed {what} checkpoint: {folder}")
+                warn(f"removed an unfinished checkpoint: {folder}")
         elif step_of(folder) > start:
             aside = folder.with_name(f"{folder.name}.damaged")
             with suppress(FileNotFoundError):

@@ -1,6 +1,13 @@
-"""A run's folder: whether the run can go on in it, and what it records of settings, input files and
-versions."""
+"""A run's folder: who may use it, whether the run can go on in it, and what it records of settings,
+input files and versions.
 
+One run at a time uses a folder: the kernel's lock on RUN/lock, which names the owner, ends with its
+process, however that ends. If a host fails, the server of a network file system drops its locks
+after a while, NFSv4 after 90 s by default.
+"""
+
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -8,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,13 +24,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from splitppo.config import Config, cli, toml
 from splitppo.data import PromptSet
-from splitppo.errors import UserError, warn
+from splitppo.errors import UserError, say, warn
 from splitppo.job.nodes import installed
 from splitppo.run import checkpoint
 from splitppo.run.files import read_file, read_if_there, write_whole
@@ -48,6 +56,38 @@ FOLDERS = ("checkpoints", "logs", "metrics", "samples", "tensorboard", "tiny", "
 # settings of which rank 0's value counts, or none
 MAY_DIFFER = ("config", "run_dir", "resume", "force")
 BLOCK = 2**18  # bytes read at once
+PATIENCE = 120  # seconds that a lock of another host is waited for
+
+
+def take(folder: Path) -> TextIO:
+    """Makes and locks the folder, until the returned file is closed. Waits while the owner's host
+    may have failed. Raises UserError if another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a+", errors="replace")
+    place = f" on {socket.gethostname()} "
+    for second in itertools.count():
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                warn(f"{folder} can't be locked ({error}): see that no other run uses it")
+                break
+        file.seek(0)
+        owner = file.read() or "an unknown process"
+        patience = 1 if place in owner else PATIENCE
+        if second >= patience:
+            raise UserError(
+                f"run_dir={folder} is held by {owner}; wait for its end, "
+                "or choose another --run-dir"
+            )
+        if second == 0:
+            say(f"{folder} is held by {owner}: waiting {patience} s for its end")
+        time.sleep(1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()}{place}since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file
 
 
 def finished(config: Config) -> Path | None:

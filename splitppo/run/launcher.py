@@ -97,18 +97,16 @@ def _what(status: int, who: str) -> str:
             f"{who} ended with exit status {status}: "
             "another rank failed, or it died without an error message"
         )
-    number = signal.Signals(-status)
-    why = ", perhaps because memory ran out" * (number == signal.SIGKILL)
-    return "interrupted" if number == signal.SIGINT else f"{who} was killed by {number.name}{why}"
+    if status == -signal.SIGINT:
+        return "interrupted"
+    why = ", perhaps because memory ran out" * (status == -signal.SIGKILL)
+    return f"{who} was killed by {signal.Signals(-status).name}{why}"
 
 
 def _state(run: str) -> str:
     """What is saved in a run's folder ("": it has none yet), and how to go on."""
     from splitppo.run.checkpoint import complete
 
-    saved = complete(Path(run)) if run else []
-    return (
-        f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
-        if saved
-        else "nothing is saved"
-    )
+    if saved := complete(Path(run)) if run else []:
+        return f"{saved[-1]} is saved; the same command with --run-dir {run} resumes"
+    return "nothing is saved"

@@ -25,16 +25,18 @@ from splitppo.job.runtime import Runtime, format_map
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import Role, StepPlan, data_parallel, make_step_plan
 from splitppo.policy import Policy
-from splitppo.run import checkpoint, checks, files, lock, notices, screen, sources
+from splitppo.run import checkpoint, checks, files, notices, screen, sources
 from splitppo.run.build import Builder
 from splitppo.run.folder import (
+    PATIENCE,
     check_run_folder,
     check_same_run,
     move_aside,
     new_folder,
+    take,
     write_run_files,
 )
-from splitppo.run.metrics import ColumnLog, records_until
+from splitppo.run.metrics import ColumnLog
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
@@ -53,16 +55,14 @@ def _begin_folder(
     held = None
     if rank == 0:
         chosen = chosen or str(new_folder())
-        held = lock.take(Path(chosen))
-    folder = Path(runtime.broadcast("run_dir", lambda: chosen, patience=lock.PATIENCE))
+        held = take(Path(chosen))
+    folder = Path(runtime.broadcast("run_dir", lambda: chosen, patience=PATIENCE))
     inputs = resolved.inputs(*prompts) if rank == 0 else {}
     resumed = find_checkpoint(config, runtime, folder, inputs)
     checks.check_adapters(resolved, resumed)
     if rank == 0:
-        for warning in checks.warnings(resolved):
-            warn(warning)
-        for note in resolved.notes:
-            say(note)
+        for line in (*(f"warning: {text}" for text in checks.warnings(resolved)), *resolved.notes):
+            say(line)
         write_run_files(config, folder, resumed, inputs, resolved.user_settings)
         sources.keep_copies(
             config, {name: model.path for name, model in resolved.models.items()}, folder
@@ -116,10 +116,7 @@ def find_checkpoint(
     listed = [*map(Path, runtime.broadcast("candidates", candidates).splitlines())]
     chosen = checkpoint.choose(listed, damage_of, report=launch.rank == 0)
     if launch.rank == 0:
-        start = checkpoint.step_of(chosen)
-        for path in folder.glob("metrics/*.jsonl") if start else ():
-            records_until(path, start)  # refuses a broken one now
-        checkpoint.tidy(folder, start)
+        checkpoint.tidy(folder, checkpoint.step_of(chosen))
     return chosen
 
 
@@ -309,7 +306,7 @@ class Run:
         for saver in self.savers.values():
             saver.wait()
         # from here on ranks may end
-        self.runtime.barrier("end of the work")
+        self.runtime.all_gather("end of the work", "")
         self.runtime.work_done.set()
         self.trackers.close()
         if self.runtime.launch.rank == 0:

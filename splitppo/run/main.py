@@ -42,6 +42,11 @@ class Rank:
     runtime: Runtime | None = None
     run: Run | None = None
 
+    def saved(self) -> str:
+        """What a restart resumes from; "" if nothing is saved."""
+        checkpoint = self.run and self.run.last_checkpoint()
+        return f"the last good checkpoint is {checkpoint}" if checkpoint else ""
+
 
 @command
 def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
@@ -52,9 +57,7 @@ def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) ->
     try:
         return _run(rank, play, flags)
     except KeyboardInterrupt:
-        saved = rank.run and rank.run.last_checkpoint()
-        state = f"the last good checkpoint is {saved}" if saved else "nothing is saved"
-        say(f"interrupted: {state if rank.run else 'before the run began'}", error=True)
+        say("interrupted", rank.saved(), error=True)
         return 128 + signal.SIGINT
     except Exception as error:
         # from here on an engine that ends is a consequence
@@ -245,7 +248,6 @@ def agree(
 
 
 def _failed(rank: Rank, error: Exception) -> int:
-    saved = rank.run and rank.run.last_checkpoint()
     if (users := to_user_error(error)) and users is not error:
         if rank.run:
             users.add_note(f"on {rank.run.runtime.status.describe(rank.launch.rank)}")
@@ -253,6 +255,6 @@ def _failed(rank: Rank, error: Exception) -> int:
     if isinstance(error, torch.OutOfMemoryError) and rank.run:
         for line in memory.out_of_memory(rank.run.build.resolved, rank.run.runtime.status.phase):
             error.add_note(line)
-    if saved:
-        error.add_note(f"the last good checkpoint is {saved}")
+    if saved := rank.saved():
+        error.add_note(saved)
     return report_failure(error, rank.runtime, rank.launch)

@@ -119,10 +119,9 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     ]
 
 
-def remedies(resolved: Resolved, memory: float | None = None) -> str:
+def remedies(resolved: Resolved, memory: float) -> str:
     """The three best ways to need less, each with what the run then needs. `memory`: bytes of the
-    GPU, by default of this rank's."""
-    memory = memory or gpu_memory(resolved) or GPU
+    GPU."""
     need, *_ = highest(resolved, memory)
     needs = [(highest(changed, memory)[0], flags) for flags, changed in ways(resolved)]
     best = [f"{flags} {_gib(less)}" for less, flags in sorted(needs)[:BEST] if less < need]
@@ -149,10 +148,11 @@ def fitted(
 def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
     """The run with what `auto` offloads: if it is colocated what makes it fit, else nothing; a line
     that says so."""
-    trained = [name for name in TRAINED if name in resolved.models]
-    automatic = [name for name in trained if resolved.offload(name) == "auto"]
-    for name in automatic:
-        resolved = with_setting(resolved, name, "offload", "none")
+    automatic = []
+    for name in TRAINED:
+        if name in resolved.models and resolved.offload(name) == "auto":
+            automatic.append(name)
+            resolved = with_setting(resolved, name, "offload", "none")
     if not memory or not resolved.placement.colocated:
         return resolved, ""
     fitting, chosen = fitted(resolved, memory, tuple(f"--{name}.offload" for name in automatic))

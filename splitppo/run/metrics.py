@@ -28,9 +28,7 @@ def records_until(path: Path, step: int) -> str:
         with path.open("ab") as file:
             file.write(b"\n")
     lines = read_lines(path, lambda line, where: (parse_record(line, where)["step"], f"{line}\n"))
-    return "".join(
-        line for number, line in dict(lines if path.is_file() else ()).items() if number <= step
-    )
+    return "".join(line for number, line in dict(lines).items() if number <= step)
 
 
 def alloc_retries() -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from splitppo.config import Config, PolicyConfig, ValueConfig
-from splitppo.config.toml import flag
 from splitppo.data import PromptSet
 from splitppo.errors import UserError
 from splitppo.models import build, lora, tiny, weights
@@ -115,14 +114,10 @@ def _packs(config: Config, name: str, model: Model) -> bool:
     ranks = config.set_shape(name).sequence
     why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
     where = f"{setting_of(name)}={model.name}"
-    if why and ranks > 1:
-        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
+    if why and model.packed and (ranks > 1 or config.compute.packing == "on"):
         raise UserError(
-            f"{setting}={ranks}: {where}: its rows can't be cut: {why}; set {flag(setting)} 1"
-        )
-    if why and model.packed and config.compute.packing == "on":
-        raise UserError(
-            f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
+            f"{where}: its rows can't be packed, or cut (sequence_parallel={ranks}): {why}; leave "
+            "compute.packing and that unset"
         )
     if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
         raise UserError(

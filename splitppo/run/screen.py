@@ -4,7 +4,6 @@ at its end."""
 import shlex
 import sys
 import textwrap
-import unicodedata
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -103,9 +102,8 @@ def fixed(value: float | None, decimals: int, columns: int) -> str:
 def cut(text: str, columns: int) -> str:
     """The text as a line of so many columns at most: its beginning and its end."""
     line = one_line(text)
-    size = 1 + any(unicodedata.east_asian_width(char) in "WF" for char in line)
-    half = (columns - 5) // 2 // size
-    return line if size * len(line) <= columns else f"{line[:half]} ... {line[-half:]}"
+    half = (columns - 5) // 2
+    return line if len(line) <= columns else f"{line[:half]} ... {line[-half:]}"
 
 
 class Screen:
@@ -199,10 +197,8 @@ def _shown(sample: Mapping[str, Any]) -> list[str]:
 def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[str] = ()) -> str:
     """What a run that has ended came to, from its metrics, and what to type next. `saved`: its
     newest checkpoint; `notices`: why it may have learned nothing."""
-    files = {role: folder / "metrics" / f"{role}.jsonl" for role in ROLES}
     steps = {
-        role: list(read_lines(file, parse_record)) if file.is_file() else []
-        for role, file in files.items()
+        role: [*read_lines(folder / "metrics" / f"{role}.jsonl", parse_record)] for role in ROLES
     }
     done = max((step["step"] for step in steps["actor"]), default=0)
     took = timedelta(seconds=round(sum(step["timing_s/step"] for step in steps["actor"])))

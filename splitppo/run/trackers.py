@@ -20,7 +20,6 @@ from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, write_whole
 
 TABLE_ROWS = 64  # rows of a table at most
-SAMPLE_TABLES = 100  # training steps whose samples are shown, about
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -107,7 +106,6 @@ class Trackers:
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
         self.run_dir = run_dir
-        self.steps = config.steps
         self.last = start or -1  # the last step whose records are not sent
         self.records = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
         self.trackers = [
@@ -136,10 +134,7 @@ class Trackers:
         """The samples that were written before the role's record of the step."""
         name = "samples" if role == "critic" else "validation/samples"
         path = self.run_dir / name.removesuffix("/samples") / f"step_{step:06d}.jsonl"
-        skipped = role == "critic" and step != self.steps and step % -(-self.steps // SAMPLE_TABLES)
-        if skipped or not path.is_file():
-            return {}
-        rows = list(map(shown, islice(read_lines(path), TABLE_ROWS)))
+        rows = [shown(row) for row in islice(read_lines(path), TABLE_ROWS)]
         return {name: rows} if rows else {}
 
 

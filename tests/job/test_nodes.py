@@ -153,7 +153,7 @@ def test_nodes_with_gpus_must_have_the_same_vllm(monkeypatch):
     first = facts_of(parse([]))
     with pytest.raises(
         UserError,
-        match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; install the same",
+        match=r"differ in vLLM: 0\.26\.0 on n0 .*, not installed on n1 .*; give all nodes",
     ):
         check_alike(
             first, first | {"vLLM": "not installed"}, [peer("n0"), peer("n0"), peer("n1")], 2
@@ -171,7 +171,7 @@ def test_what_differs_is_named_with_the_hosts():
         check_alike(first, facts_of(parse(["--seed=4"])), peers, 2)
     with pytest.raises(
         UserError,
-        match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; install the same",
+        match=r"nodes differ in torch: .* on n0 \(rank 0\), 1\.0 on n1 .*; give all nodes",
     ):
         check_alike(first, first | {"torch": "1.0"}, peers, 2)
 

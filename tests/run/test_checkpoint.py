@@ -258,7 +258,7 @@ def test_of_links_the_link_alone_is_removed_and_a_users_copies_stay(tmp_path, ca
         [*(f"step_00000{step}" for step in (1, 2, 3, 4)), "step_000006.damaged", *kept]
     )
     said = capsys.readouterr().out
-    assert "a link to no checkpoint" in said
+    assert "removed an unfinished checkpoint" in said
     assert "step_3" not in said
     checkpoint.tidy(tmp_path, 4)  # a later start
     checkpoint.prune(tmp_path, 1)

@@ -35,7 +35,7 @@ from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models.tiny import build_tiny
 from splitppo.placement import place
-from splitppo.run import checkpoint, lock
+from splitppo.run import checkpoint
 from splitppo.run import folder as run_files
 from splitppo.run import main as run_main
 from splitppo.run.life import Run, find_checkpoint
@@ -105,9 +105,9 @@ def as_older(run: Path) -> None:
 HOLDER = """
 import socket, sys
 from pathlib import Path
-from splitppo.run import lock
+from splitppo.run import folder
 socket.gethostname = lambda: sys.argv[2]
-held = lock.take(Path(sys.argv[1]))
+held = folder.take(Path(sys.argv[1]))
 print(held.name, flush=True)
 sys.stdin.read()
 """
@@ -506,14 +506,14 @@ def test_a_line_is_on_the_disk_before_its_checkpoint_counts(tmp_path, monkeypatc
 
 
 def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lock, "PATIENCE", 2)
+    monkeypatch.setattr(run_files, "PATIENCE", 2)
     with hold(tmp_path, "elsewhere") as holder:
         told = rf"{tmp_path} is held by process {holder.pid} on elsewhere since \d{{4}}-\S+ \S+"
         with pytest.raises(UserError, match=f"^run_dir={told}; wait for its end, or choose"):
-            lock.take(tmp_path)
+            run_files.take(tmp_path)
         assert re.match(f"{told}: waiting 2 s for its end$", capsys.readouterr().out)
         threading.Timer(0.5, holder.kill).start()
-        with lock.take(tmp_path) as held:
+        with run_files.take(tmp_path) as held:
             assert re.match(rf"process {os.getpid()} on ", Path(held.name).read_text())
 
 
@@ -522,7 +522,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys)
         raise OSError(errno.EOPNOTSUPP, "no locks here")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    lock.take(tmp_path).close()
+    run_files.take(tmp_path).close()
     assert f"warning: {tmp_path} can't be locked" in capsys.readouterr().out
 
 

@@ -466,7 +466,7 @@ def test_ctrl_c_before_the_run_begins(monkeypatch, capsys):
 
     monkeypatch.setattr(run_main.checks, "preflight", interrupt)
     assert train.main(SMALL) == 130
-    assert capsys.readouterr().err == "interrupted: before the run began\n"
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def interrupted_rank(rank: int, argv: list[str]) -> int:
@@ -710,19 +710,6 @@ def test_preset_is_flags_and_flags_win(tmp_path):
     assert config.reference.offload
     assert config.ppo.value_clip is None
     assert not parse(["--config", str(preset), "--reference.no-offload"]).reference.offload
-
-
-def test_trace_prints_every_hop(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("SPLITPPO_TRACE", "1")
-    argv = [*SMALL, "--steps=1", f"--run-dir={tmp_path / 'run'}", "--rollout.chunks=3"]
-    run_ranks(2, main_rank, argv)
-    out = capfd.readouterr().err
-    for channel, chunks in (("rollouts", 3), ("logprobs", 1), ("advantages", 1)):
-        for chunk in range(chunks):
-            hops = re.findall(
-                rf"rank (\d) (clear|sends|has received).*step 1 {channel} chunk {chunk} ", out
-            )
-            assert sorted(word for _, word in hops) == ["clear", "has received", "sends"]
 
 
 def crash_rank(argv: list[str]) -> int:

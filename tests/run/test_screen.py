@@ -122,9 +122,7 @@ def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_a_text_is_cut_by_the_columns_it_takes() -> None:
-    wide = cut("\u6c34" * 200, 100)
-    assert 90 <= len(wide) + wide.count("\u6c34") <= 100
+def test_a_text_is_cut_in_its_middle() -> None:
     assert cut("12345678901234567890", 20) == "12345678901234567890"
     assert cut("12345678901234567890x", 20) == "1234567 ... 567890x"
 

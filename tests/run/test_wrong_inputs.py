@@ -249,7 +249,7 @@ EARLY = [
     and ppo.mask_truncated would drop them; unset one
 --rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
 --policy.path={d}/capped --policy.random-init --compute.packing=on =>
-    compute.packing=on: policy.path={d}/capped: rows can't be packed:  ... use auto or off
+    policy.path={d}/capped: its rows can't be packed ... leave compute.packing
 --data.task=sums => 'sums' ... --data.task ... ('echo', 'addition', 'guess')
 --engine.kind=hf --engine.tensor-parallel=2 =>
     engine.tensor_parallel=2 is for vLLM only; use 1 with
