@@ -453,7 +453,7 @@ def stopping_rank(rank):
             at, rank, dist.new_group(), runtime.wire_store, cpu, 0.4, runtime.status.describe
         )
         hop = Hop("rollouts", step, 3, 0, 1)
-        runtime.barrier(f"stop {step}")
+        runtime.all_gather(f"stop {step}", "")
         began = time.monotonic()
         try:
             if rank == 0:

@@ -142,7 +142,8 @@ class Wire:
         try:
             self.store.wait([f"{hop}/{word}"], timedelta(seconds=self.timeout))
         except dist.DistStoreError as error:
-            raise self._timed_out(hop, f"'{word}' from", peer) from error
+            what = {"clear": "a clear-to-send", "go": "a message"}[word]
+            raise self._timed_out(hop, f"{what} from", peer) from error
 
     def _copy(self, hop: Hop, peer: int, transfer: Callable[..., Any], *args: Any) -> Any:
         """Returns `transfer(*args)` once the GPU has finished the copy; a failure names both

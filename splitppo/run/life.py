@@ -36,7 +36,7 @@ from splitppo.run.folder import (
     take,
     write_run_files,
 )
-from splitppo.run.metrics import ColumnLog
+from splitppo.run.metrics import ColumnLog, records_until
 from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
@@ -116,7 +116,10 @@ def find_checkpoint(
     listed = [*map(Path, runtime.broadcast("candidates", candidates).splitlines())]
     chosen = checkpoint.choose(listed, damage_of, report=launch.rank == 0)
     if launch.rank == 0:
-        checkpoint.tidy(folder, checkpoint.step_of(chosen))
+        start = checkpoint.step_of(chosen)
+        for path in folder.glob("metrics/*.jsonl") if start else ():
+            records_until(path, start)  # refuses a broken one before anything is changed
+        checkpoint.tidy(folder, start)
     return chosen
 
 

@@ -27,8 +27,8 @@ from splitppo.models.sequence import check_heads
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.trainable import cost_of
 from splitppo.placement import Placement, Role, check_sets, holders
-from splitppo.run.folder import TRAINING, VALIDATION, inputs_of
-from splitppo.run.models import TRAINED, Model, check_sizes, hold_against, read_model, setting_of
+from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
+from splitppo.run.models import Model, check_sizes, hold_against, read_model, setting_of
 from splitppo.run.sources import model_paths
 
 
@@ -88,13 +88,14 @@ class Resolved:
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
-        if model in TRAINED:
-            return getattr(self.config, model).offload
-        frozen = {
-            "reference": self.config.reference.offload,
-            "reward": self.config.reward.model_offload,
+        config = self.config
+        held: dict[str, Offload] = {
+            "policy": config.policy.offload,
+            "value": config.value.offload,
+            "reference": "all" if config.reference.offload else "none",
+            "reward": "all" if config.reward.model_offload else "none",
         }
-        return "all" if frozen[model] else "none"
+        return held[model]
 
     @property
     def notes(self) -> list[str]:
@@ -192,6 +193,9 @@ def resolve(
         config.compute.packing == "auto" and device.type == "cuda" and dtype != torch.float32
     )
     config, local = pin(config)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        # a setting that makes this another run is told before what follows from the setting
+        check_run_folder(config)
     own_code = config.policy.trust_remote_code
     # transformers copies a model's own code to a folder that the ranks share: one rank at a time
     shared = WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")

@@ -130,7 +130,7 @@ def run_case(options: argparse.Namespace) -> None:
             work()
             if on_gpu:
                 torch.cuda.synchronize()
-            runtime.barrier(f"{name} {repeat}")
+            runtime.all_gather(f"{name} {repeat}", "")
         found[name] = 2 * options.tokens * REPEATS / (time.monotonic() - began)
     if on_gpu:
         found["peak"] = torch.cuda.max_memory_allocated() / 2**30

@@ -117,7 +117,7 @@ def seconds(
     for repeat in range(2 + options.repeats):
         if repeat == 2:
             torch.cuda.synchronize()
-            runtime.barrier(name)
+            runtime.all_gather(name, "")
             began = time.monotonic()
         work()
         torch.cuda.synchronize()
@@ -196,7 +196,7 @@ def overlap(options: argparse.Namespace, launch: Launch, device: torch.device) -
             runtime, options, update if turn in ("both", "warm", role) else nothing, turn
         )
         told = runtime.all_gather(f"took/{turn}", f"{took:.4f}")
-        runtime.barrier(f"after {turn}")
+        runtime.all_gather(f"after {turn}", "")
         if turn == "actor":
             alone = float(told[0])
         elif turn == "critic":

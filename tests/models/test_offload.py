@@ -103,7 +103,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
                 sizes.append(on_device(model))
                 writer.commit(2)
                 writer.wait()
-                runtime.barrier("written")
+                runtime.all_gather("written", "")
         weights = [tensor.clone() for _, tensor in learner.weights(torch.float32)]
         sizes.append(on_device(model))
         state = [

@@ -110,6 +110,8 @@ RISING = {"critic/score/mean": lambda step: step / 100}
         (9, [(ALL, {"critic/vf_explained_var": -3.0})], []),
         (40, [(range(20, 30), {"critic/kl_row": 11.0})], ["24 kl"]),
         (40, [(range(20, 24), {"critic/kl_row": 11.0})], []),
+        (9, [(range(3, 5), {"perf/alloc_retries": 2.0})], ["3 memory"]),
+        (9, [(ALL, {"perf/alloc_retries": 1.0})], []),
         (40, [(range(15, 30), {"actor/entropy": 0.001})], ["20 entropy"]),
         (40, [(ALL, {"actor/entropy": 0.001} | RISING)], []),
         (40, [(ALL, {"actor/entropy": 0.001, "critic/score/mean": 0.95})], []),

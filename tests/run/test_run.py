@@ -486,7 +486,7 @@ def test_ctrl_c_on_one_rank_says_what_is_kept(tmp_path, capfd):
     kept = checkpoint.complete(tmp_path / "run")[-1]
     assert (
         capfd.readouterr().err.splitlines()[-1]
-        == f"interrupted: the last good checkpoint is {kept}"
+        == f"interrupted; the last good checkpoint is {kept}"
     )
 
 
