@@ -360,7 +360,7 @@ def frozen_rank(rank, folder):
     )
     after = full_weights(learner)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
-    return changed, set(saving.tensors_of(learner)["exp_avg"]), set(after), seen
+    return changed, set(saving.tensors_of([learner])["exp_avg"]), set(after), seen
 
 
 def test_what_is_frozen_stays_and_the_head_runs_in_float32(folder):
@@ -380,7 +380,7 @@ def save_rank(rank, world, folder, target):
     )
     told = target / "committed"
     saver = Saver(
-        learner, "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1")
+        [learner], "actor", target, runtime.saving["actor"], committed=lambda: told.write_text("1")
     )
     save, updated = saving.dcp.save, threading.Event()
 
@@ -407,7 +407,7 @@ def load_rank(rank, world, folder, target):
     learner, runtime = make_learner(folder, "policy", world, rank)
     states: list[Any] = []
     part = checkpoint.step_folder(target, 1) / "actor"
-    load(learner, part, [states.append], runtime.saving["actor"])
+    load([learner], part, [states.append], runtime.saving["actor"])
     assert states == [{"kept": [1.5]}]
     rows = mine(world, rank)
     rollout = Rollout([s for s in samples() if s.row in rows[0]])

@@ -17,7 +17,7 @@ from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.data import PromptSet
 from splitppo.engine.vllm.process import Process
-from splitppo.errors import UserError, say, warn
+from splitppo.errors import UserError, say
 from splitppo.generator import Generator
 from splitppo.generator.sampler import Sampler
 from splitppo.job.launch import LAUNCHER

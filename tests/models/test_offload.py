@@ -86,7 +86,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
         sizes.append(on_device(model))
         if kind == "resumed":
             saver.load(
-                learner, folder / "checkpoints/step_000002/actor", [], runtime.saving["actor"]
+                [learner], folder / "checkpoints/step_000002/actor", [], runtime.saving["actor"]
             )
             sizes.append(on_device(model))
         for number in steps:
@@ -97,7 +97,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
             sizes.append(on_device(model))
             if (kind, number) == ("all", 2):
                 writer = saver.Saver(
-                    learner, "actor", folder, runtime.saving["actor"], committed=lambda: None
+                    [learner], "actor", folder, runtime.saving["actor"], committed=lambda: None
                 )
                 writer.begin(2, {})
                 sizes.append(on_device(model))

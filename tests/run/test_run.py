@@ -203,8 +203,8 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
     for role in ("actor", "critic"):
         assert figures(same, role) == figures(due, role)
         assert_same(figures(other, role), figures(due, role))
-    answers = chat.load(due, None, 0.0, None)("1+2=", 1)
-    assert len(answers) == 2  # with the values of the layers that there are
+    shown = answers.load(due, None, 0.0, None)("1+2=", 1)
+    assert len(shown) == 2  # with the values of the layers that there are
     if "layers" in name:
         coefficients = {record["critic/kl_coef"] for record in records(due, "critic")}
         assert len(coefficients) > 2, "nothing was adapted"
