@@ -171,21 +171,22 @@ class Learner:
         self.release_memory(changed=True)
         if not sums:
             return []
+        work = [[metrics.pop(name) for metrics in sums] for name in ("tokens", "run")]
+        totals = torch.tensor(work, dtype=torch.float64).sum(1)
+        trained, run = self.runner.group.all_sum(totals).tolist()
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
         rows = self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
         steps = [dict(zip(sums[0], row, strict=True)) for row in rows]
-        trained = sum(step.pop("tokens") for step in steps)
-        run = sum(step.pop("run") for step in steps)
         mean = trained / epochs / self.runner.group.dp_size
         sequence = sequence_of(self.model)
-        work = {
+        work_metrics = {
             "padding": 1 - trained / run,
             "imbalance": busiest / mean - 1,
             "update_tflop": 1e-12 * self.flops * mean / (sequence.size if sequence else 1) * epochs,
         }
         return [
-            step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work
+            step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work_metrics
             for step, norm in zip(steps, map(float, norms), strict=True)
         ]
 

@@ -48,13 +48,14 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, *OFF, "gaussian", "eva", "orthogonal"),
     "qalora_group_size": (16,),  # without `use_qalora`
+    "modules_to_save": (["score"], *OFF),  # of a value model
     "megatron_core": ("megatron.core",),  # without `megatron_config`
     "runtime_config": ({"ephemeral_gpu_offload": False}, *OFF),
 }
 # `check` compares r and lora_alpha, and the stored tensors, which show what these came to; the
 # others are of training, or words about the adapter
 FREE = (
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save"),
+    *("r", "lora_alpha", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "lora_dropout", "task_type", "auto_mapping"),
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version"),
 )
@@ -166,12 +167,6 @@ class Adapter(Trainable):
                     f"{self.kind}.path={self.base} and {setting}.targets; it is an adapter of "
                     "another base or of other targets: give those with which it was trained"
                 )
-        saved = settings.get("modules_to_save") or []
-        if saved and not any(f".{module}." in name for module in saved for name in shapes):
-            raise UserError(
-                f"{folder}: {SETTINGS} names {', '.join(saved)} among modules_to_save, and no "
-                "tensor is there; save the adapter again"
-            )
         kinds = {name: part.get_dtype() for name, part in parts.items()}
         for name in kinds:
             if kinds[name] not in FLOATS:
