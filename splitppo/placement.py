@@ -102,10 +102,10 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
                 " placement.mode=colocated"
             )
         if size % unit:
-            rule = "must be the same on each of {} nodes"
-            rule = rule if mode == "per_node" else "is not whole nodes of {}"
+            per_node = f"must be the same on each of {unit} nodes"
             raise UserError(
-                f"placement.{name}={size} with mode {mode} {rule.format(unit)}; "
+                f"placement.{name}={size} with mode {mode} "
+                f"{per_node if mode == 'per_node' else f'is not whole nodes of {unit}'}; "
                 f"use a multiple of {unit}"
             )
     return actor

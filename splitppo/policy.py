@@ -169,8 +169,11 @@ class Policy:
 
     def _columns(self, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> Fields:
         """What `_objective` reads of each token, `[N]` by name."""
-        columns = dict(zip(("old", "ref"), logprobs, strict=False))
-        return columns | {"advantages": advantages} | self.staleness.columns(rollout)
+        return {
+            **dict(zip(("old", "ref"), logprobs, strict=False)),
+            "advantages": advantages,
+            **self.staleness.columns(rollout),
+        }
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, columns: Fields

@@ -94,17 +94,13 @@ class Mean(Baseline):
         self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
     ) -> Estimate:
         returns = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=self.config.ppo.gamma)
-        return Estimate(returns - self.means(rollout, returns).to(returns.dtype), returns)
-
-    def means(self, rollout: Rollout, returns: Tensor) -> Tensor:
-        """`[N]` float64: what is subtracted from the returns `[N]`."""
         turns = rollout.turns()
         samples = self.config.rollout.samples
         (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
         # without a window, a step's rows are those of its slots
         streams = Streams(self.config.rollout.batch_size, samples)
         prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows]).long()
-        return algo.turn_baseline(
+        means = algo.turn_baseline(
             returns,
             turns,
             rollout.episode_lengths,
@@ -113,6 +109,7 @@ class Mean(Baseline):
             prompts=prompts if self.config.ppo.baseline == "group" else None,
             shape=(self.config.rollout.batch_size // samples, samples),
         )
+        return Estimate(returns - means.to(returns.dtype), returns)
 
 
 class Values(Baseline):

@@ -162,7 +162,12 @@ def tokenize(
     reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
     chats = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
     settings = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
-    texts, wrong = _texts(rows, chats, reads, render or _by_template(tokenizer, settings))
+    render = render or (
+        lambda messages, **columns: tokenizer.apply_chat_template(
+            messages, tokenize=False, **settings, **columns
+        )
+    )
+    texts, wrong = _texts(rows, chats, reads, render)
     tokens: dict[int, list[int]] = {}
     # one call for plain texts, which get special tokens, and one for rendered texts, which already
     # hold them
@@ -195,12 +200,6 @@ def tokenize(
         for index, text in texts.items()
         if tokens[index]
     }, wrong
-
-
-def _by_template(tokenizer: Any, settings: dict[str, Any]) -> Render:
-    return lambda messages, **columns: tokenizer.apply_chat_template(
-        messages, tokenize=False, **settings, **columns
-    )
 
 
 def _texts(
