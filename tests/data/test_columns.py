@@ -260,6 +260,12 @@ def test_tools_that_are_no_list_of_objects_are_refused(column: Any, tmp_path: Pa
         texts(config_of(file), SHOWN)
 
 
+def test_half_a_character_in_the_text_of_tools_is_refused(tmp_path: Path):
+    file = jsonl(tmp_path / "rows.jsonl", {"prompt": "1=", "tools": r'[{"name": "\ud800"}]'})
+    with pytest.raises(UserError, match="row 1: .*surrogates not allowed"):
+        texts(config_of(file), SHOWN.replace("tools | tojson", "tools[0].name"))
+
+
 def test_tools_that_something_else_says_too_are_refused(tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": MESSAGES, "tools": TOOLS})
     with pytest.raises(UserError, match=r"multiple values .*'tools'.*data\.chat_kwargs"):
