@@ -262,7 +262,7 @@ def test_tools_that_are_no_list_of_objects_are_refused(column: Any, tmp_path: Pa
 
 def test_half_a_character_in_the_text_of_tools_is_refused(tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": "1=", "tools": r'[{"name": "\ud800"}]'})
-    with pytest.raises(UserError, match="row 1: .*surrogates not allowed"):
+    with pytest.raises(UserError, match=r"row 1: .*surrogates not allowed"):
         texts(config_of(file), SHOWN.replace("tools | tojson", "tools[0].name"))
 
 
