@@ -244,7 +244,7 @@ def without_values(group: Group, baseline: Any) -> tuple[list[int], list[float],
 def test_numbers_of_a_reward_hide_none_of_the_critics():
     rollout = Rollout(with_turns())
     config = Config(rollout=RolloutConfig(batch_size=len(rollout.rows)))
-    context = cast(Any, SimpleNamespace(config=config, named=config))
+    context = cast(Any, SimpleNamespace(config=config, named=config, decode=None))
     old = torch.full((rollout.tokens,), -1.0)
 
     def metrics_of(group: Group, names: list[str]) -> dict[str, Any]:

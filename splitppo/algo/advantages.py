@@ -214,11 +214,12 @@ def turn_baseline(
     sizes = _sizes(lengths, returns, turns)
     row = torch.arange(len(sizes)).repeat_interleave(sizes)
     begins = (row * count + turns).diff(prepend=torch.tensor([-1])) > 0
-    first, has = torch.zeros(2, len(sizes), count, dtype=torch.float64)
-    first[row[begins], turns[begins]] = returns[begins].double()
-    has[row, turns] = 1
+    first = returns[begins].double()
+    place = turns if prompts is None else prompts[row] * count + turns
+    places = count if prompts is None else count * shape[0]
+    sums = first.new_zeros(2, places)
+    sums.index_add_(1, place[begins], torch.stack([first, torch.ones_like(first)]))
+    total, rows = all_sum(sums)[:, place]
     if prompts is None:
-        total, rows = all_sum(torch.stack([first.sum(0), has.sum(0)]))
-        return (total / rows.clamp(min=1))[turns]
-    total = all_sum(first.new_zeros(shape[0], count).index_add_(0, prompts, first))
-    return ((total[prompts] - first) / (shape[1] - 1))[row, turns]
+        return total / rows
+    return (total - first[begins.cumsum(0) - 1]) / (shape[1] - 1)

@@ -22,7 +22,7 @@ from splitppo.placement import StepPlan
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
 from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
-from splitppo.rewards.shaping import AdaptiveKL, shape_scores, spread_of
+from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores, spread_of
 from splitppo.rollout import Rollout, add_turn_rewards, digest, pack
 
 
@@ -36,6 +36,8 @@ class ScoredRows:
         extra: further figures by name, `[B]` each; those of reward functions begin with `reward/`.
         failures: (row, failure of its reward).
         refs: the reference's log-probs `[N]`, if the critic group holds it; else empty.
+        spans: what of the scores was paid on the way, `[N]`, of each source. Where a reward said
+            so of a row, `extra` has the number of its `spans`.
     """
 
     rollout: Rollout
@@ -44,6 +46,7 @@ class ScoredRows:
     extra: dict[str, list[float]]
     failures: list[tuple[int, Failure]]
     refs: Sequence[Tensor] = ()
+    spans: Sequence[Tensor] = ()
 
     @property
     def totals(self) -> Tensor:
@@ -116,8 +119,11 @@ class Critic:
             for name, figure in result.figures.items():
                 extra.setdefault(f"reward/{name}", []).append(figure)
             failures += [(row, failure) for failure in result.failures]
+            if result.spans is not None:
+                extra.setdefault("spans", []).append(float(len(result.spans)))
         scores = scores + torch.tensor([result.score for result in results])
-        return ScoredRows(rollout, values, scores, extra, failures, refs)
+        paid = place_spans(rollout, [result.spans or [] for result in results], self.context.decode)
+        return ScoredRows(rollout, values, scores, extra, failures, refs, [paid])
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
@@ -135,20 +141,28 @@ class Critic:
         rollout = scored.rollout
         old, *refs = [*logprobs, *scored.refs]
         kl = algo.kl_estimate(old, refs[0] if refs else old, self.context.config.ppo.kl_kind)
-        sums = torch.tensor([float(kl.sum()), float(len(rollout.rows)), float(rollout.tokens)])
-        kl_sum, rows, tokens = self.group.all_sum(sums).tolist()
+        counts = len(rollout.rows), rollout.tokens, "spans" in scored.extra
+        sums = torch.tensor([float(kl.sum()), *map(float, counts)])
+        kl_sum, rows, tokens, with_spans = self.group.all_sum(sums).tolist()
         metrics: dict[str, Any] = {"critic/kl_coef": self.kl.coef}
         if not rows:  # none has ended in this step
             return Estimate(torch.zeros(0), torch.zeros(0), metrics)
         metrics |= {"critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         first = not self.past_scores.count
-        rewards = self._rewards(scored, kl)
+        # a row would gain by each part that it has or lacks, of whose mean it were less
+        centered = not (with_spans or self.context.config.has_env)
+        rewards, spans = self._rewards(scored, kl, centered=centered)
         waits = self.pretraining.policy_waits(step)
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         estimate = self.baseline.estimate(
-            rollout, rewards, scored.values, first=first, pretraining=self.pretraining.runs(step)
+            rollout,
+            rewards,
+            scored.values,
+            spans=spans,
+            first=first,
+            pretraining=self.pretraining.runs(step),
         )
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
@@ -166,10 +180,10 @@ class Critic:
             waits=waits,
         )
 
-    def _rewards(self, scored: ScoredRows, kl: Tensor) -> Tensor:
-        """`[N]`: the rewards of turns, each at its turn's last token; at the row's last token what
-        is left of the row's whole score; less the KL penalty. The whole score is normalised and
-        clipped, less penalties."""
+    def _rewards(self, scored: ScoredRows, kl: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
+        """`[N]`: the rewards of turns, each at its turn's last token; those of spans; at the row's
+        last token what is left of the row's whole score; less the KL penalty. The whole score is
+        normalised and clipped, less penalties. And of these the rewards of spans."""
         config = self.context.config
         rollout = scored.rollout
         # Failed rows have no real score: leave them out of the moments.
@@ -186,12 +200,14 @@ class Critic:
             moments,
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
-            centered=not config.has_env,
+            centered=centered,
         )
         scale = 1.0 if config.reward.normalize == "off" else float(spread_of(moments))
-        turns = rollout.turn_rewards() / scale
-        last = shaped - rollout.sums(turns)
-        return turns + algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl.coef)
+        spans = sum(scored.spans, torch.zeros(rollout.tokens)) / scale
+        paid = rollout.turn_rewards() / scale + spans
+        last = shaped - rollout.sums(paid)
+        rewards = algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl.coef)
+        return paid + rewards, spans
 
     def _summaries(
         self, scored: ScoredRows, rewards: Tensor, estimate: Estimate
@@ -279,4 +295,5 @@ def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     failures = [failure for part in parts for failure in part.failures]
     values = packed([part.values for part in parts])
     refs = [packed(tensors) for tensors in zip(*(part.refs for part in parts), strict=True)]
-    return ScoredRows(rollout, values, scores, extra, failures, refs)
+    spans = [packed(tensors) for tensors in zip(*(part.spans for part in parts), strict=True)]
+    return ScoredRows(rollout, values, scores, extra, failures, refs, spans)

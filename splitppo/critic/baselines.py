@@ -61,13 +61,21 @@ class Baseline:
         return torch.zeros(rollout.tokens)
 
     def estimate(
-        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+        self,
+        rollout: Rollout,
+        rewards: Tensor,
+        values: Tensor,
+        *,
+        spans: Tensor,
+        first: bool,
+        pretraining: bool,
     ) -> Estimate:
         """Advantages and returns; all ranks of the group call it.
 
         Args:
             rewards: `[N]`.
             values: `[N]`, of `values`; of the first rows they may be changed.
+            spans: `[N]`, what of the rewards spans pay.
             first: whether no row had a score before these.
             pretraining: whether the value model alone is trained (`Pretraining.runs`).
         """
@@ -87,20 +95,39 @@ class Baseline:
 
 
 class Mean(Baseline):
-    """Rewards-to-go, less their mean over the batch's rows, or over the other rows of the
-    prompt."""
+    """Rewards-to-go, less their mean over the batch's rows, or over the other rows of the prompt:
+    what spans pay from the same token on, and the rest from the turn's beginning on. So no token
+    is charged for what was paid before it."""
 
     def estimate(
-        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+        self,
+        rollout: Rollout,
+        rewards: Tensor,
+        values: Tensor,
+        *,
+        spans: Tensor,
+        first: bool,
+        pretraining: bool,
     ) -> Estimate:
-        returns = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=self.config.ppo.gamma)
-        turns = rollout.turns()
+        lengths = rollout.episode_lengths
+        to_go = partial(algo.rewards_to_go, lengths=lengths, gamma=self.config.ppo.gamma)
+        returns = to_go(rewards)
+        place = torch.cat([torch.zeros(0).long(), *map(torch.arange, lengths)])
+        (paid,) = self.group.all_max([int(((place + 1) * (spans != 0)).max()) if len(place) else 0])
+        # behind the last span of all rows nothing is left of any
+        means = self.means(rollout, to_go(spans), place.clamp(max=paid))
+        means = means + self.means(rollout, to_go(rewards - spans), rollout.turns())
+        return Estimate(returns - means.to(returns.dtype), returns)
+
+    def means(self, rollout: Rollout, returns: Tensor, turns: Tensor) -> Tensor:
+        """`[N]` float64: what is subtracted from the returns `[N]`, by turns, or by any other cut
+        of the rows."""
         samples = self.config.rollout.samples
         (count,) = self.group.all_max([max(turns.tolist(), default=0) + 1])
         # without a window, a step's rows are those of its slots
         streams = Streams(self.config.rollout.batch_size, samples)
         prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows]).long()
-        means = algo.turn_baseline(
+        return algo.turn_baseline(
             returns,
             turns,
             rollout.episode_lengths,
@@ -109,7 +136,6 @@ class Mean(Baseline):
             prompts=prompts if self.config.ppo.baseline == "group" else None,
             shape=(self.config.rollout.batch_size // samples, samples),
         )
-        return Estimate(returns - means.to(returns.dtype), returns)
 
 
 class Values(Baseline):
@@ -132,7 +158,14 @@ class Values(Baseline):
         return self.learner.forward(rollout, _outputs, fields=1)[0]
 
     def estimate(
-        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, first: bool, pretraining: bool
+        self,
+        rollout: Rollout,
+        rewards: Tensor,
+        values: Tensor,
+        *,
+        spans: Tensor,
+        first: bool,
+        pretraining: bool,
     ) -> Estimate:
         ppo = self.config.ppo
         lengths = rollout.episode_lengths

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, name_n
 
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
 # and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
-# more numbers, or an awaitable of either.
+# more numbers, perhaps `spans`, or an awaitable of either.
 RewardFunction = Callable[..., Any]
 
 FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
@@ -46,7 +47,9 @@ BY_DATA_SOURCE = {
 }
 
 
-Outcome = tuple[float, dict[str, float]] | Failure  # a row's score and further numbers
+Spans = list[tuple[int, float]]  # (end, reward): characters of the response, the last one counts
+# a row's score, further numbers, and what of the score was paid on the way, if it was said
+Outcome = tuple[float, dict[str, float], Spans | None] | Failure
 
 
 def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> None:
@@ -94,7 +97,10 @@ def handler_of(names: Sequence[str]) -> Handler:
     functions = {name: find_function(name) for name in names}
     if "math" in names:
         importlib.import_module("math_verify")  # a second that must not count for the first row
-    return lambda name, row: (functions[name](**row), read_result)
+    return lambda name, row: (
+        functions[name](**row),
+        partial(read_result, text=row["solution_str"]),
+    )
 
 
 def name_function(function: RewardFunction) -> str:
@@ -132,24 +138,41 @@ def display_names(functions: Sequence[str]) -> list[str]:
     ]
 
 
-def read_result(result: Any) -> Outcome:
-    """The score in a function's result, and the other numbers if the result is a dict. Texts in a
-    dict are left out. A Failure if there is no score, two names are the same text, or a number is
-    NaN or infinite in float32."""
+def read_result(result: Any, text: str = "") -> Outcome:
+    """The score in a function's result, and the other numbers and `spans` if the result is a dict.
+    Texts in a dict are left out. A Failure if there is no score, two names are the same text, a
+    number is NaN or infinite in float32, or a span does not end in `text`, which was scored."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
     parts = {name: part for name, part in parts.items() if not isinstance(part, str | None)}
     try:
+        spans = _read_spans(parts.pop("spans"), text) if "spans" in parts else None
         numbers = {name: _number(name, part) for name, part in name_numbers(parts).items()}
-        return numbers.pop("score"), numbers
+        return numbers.pop("score"), numbers, spans
     except (KeyError, ValueError) as error:
         reason = "it has no score" if isinstance(error, KeyError) else error
     return Failure(
         "",
         "invalid",
         f"returned {one_line(repr(result)[:120])}: {reason}; "
-        "return float(...), or a dict of numbers with the key 'score'",
+        "return float(...), or a dict of numbers with the key 'score', perhaps with 'spans'",
     )
+
+
+def _read_spans(pairs: Any, text: str) -> Spans:
+    """Pairs (end, reward) of any numbers. Raises ValueError if they are none, or an end is no
+    character of the text, counted from 1."""
+    try:
+        spans = [(_number("end", end), _number("reward", reward)) for end, reward in pairs]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"spans are pairs (end, reward): {error}") from error
+    for end, reward in spans:
+        if end not in range(1, len(text) + 1):
+            raise ValueError(
+                f"the span ({end:.9g}, {reward:g}) ends at none of the {len(text)} characters of "
+                "solution_str, which count from 1"
+            )
+    return [(int(end), reward) for end, reward in spans]
 
 
 def _number(name: str, value: Any) -> float:

@@ -20,6 +20,7 @@ from splitppo.rewards.functions import (
     BY_NAME,
     FAST,
     Outcome,
+    Spans,
     asks_for,
     display_names,
     find_function,
@@ -41,6 +42,7 @@ class Scored:
     score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]
     failures: tuple[Failure, ...]  # of the functions that gave no score, under their short names
+    spans: Spans | None = None  # what of the score was paid on the way; None: nothing was said
 
 
 # a prompt, the decoded response (the last turn), and what makes messages of the row
@@ -135,7 +137,7 @@ class Scorer:
         row = row_of(prompt, response)
         more = {"prompt": lambda: prompt.column, "messages": messages}
         return [
-            (FAST[name](**row), {})
+            (FAST[name](**row), {}, None)
             if name in FAST
             else self._pools[name].submit(name, row | {n: more[n]() for n in self._asks[name]})
             for name in (scored_by(function, prompt.data_source) for function in self._weights)
@@ -146,20 +148,23 @@ class Scorer:
         total = 0.0
         figures = {}
         failures = []
+        spans: Spans | None = None
         for name, weight, outcome in zip(
             self._names, self._weights.values(), outcomes, strict=True
         ):
             if isinstance(outcome, Failure):
                 failures.append(replace(outcome, function=name))
-                outcome = (self._failed_score, {})
-            score, numbers = outcome
+                outcome = (self._failed_score, {}, None)
+            score, numbers, parts = outcome
             total += weight * score
+            if parts is not None:
+                spans = [*(spans or ()), *((end, weight * reward) for end, reward in parts)]
             figures |= (
                 {f"{name}/{key}": value for key, value in {"score": score, **numbers}.items()}
                 if len(self._weights) > 1
                 else numbers
             )
-        return Scored(total, figures, tuple(failures))
+        return Scored(total, figures, tuple(failures), spans)
 
     def close(self) -> None:
         """Ends the workers. Rows that have no score yet get none."""

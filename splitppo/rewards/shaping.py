@@ -1,13 +1,19 @@
-"""The raw score of a row becomes the reward of its last token. The adaptive KL controller."""
+"""The raw score of a row becomes the reward of its last token, but for what spans pay on the way.
+The adaptive KL controller."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from splitppo import algo
 from splitppo.config import RewardConfig
+from splitppo.models.tokenizer import token_ends
+from splitppo.rewards.functions import Spans
+from splitppo.rollout import Rollout
 
 
 @dataclass
@@ -58,3 +64,19 @@ def shape_scores(
         used = torch.tensor(lengths).float() + config.overlong_tokens - max_new_tokens
         shaped = shaped - config.overlong_penalty * (used / config.overlong_tokens).clamp(0, 1)
     return shaped.float()
+
+
+def place_spans(
+    rollout: Rollout, spans: Sequence[Spans], decode: Callable[[Sequence[int]], str]
+) -> Tensor:
+    """`[N]` float32: the rewards of each row's spans, of its last message, at the tokens that hold
+    their last characters."""
+    rewards = torch.zeros(rollout.tokens)
+    row_ends = accumulate(rollout.episode_lengths)
+    for row_end, episode, of_row in zip(row_ends, rollout.episodes, spans, strict=True):
+        if of_row:
+            said, _ = episode.turns[-1]
+            ends = token_ends(decode, said)
+            for end, reward in of_row:
+                rewards[row_end - len(said) + bisect_left(ends, end)] += reward
+    return rewards

@@ -44,7 +44,12 @@ def start_rank(group: Group, head: list[float], bounds: Any, first: bool) -> tup
     rollout = rollout_of(group.dp_rank)
     values = torch.full((rollout.tokens,), head[group.dp_rank])
     kind(context_of(config), learner).estimate(
-        rollout, torch.tensor(REWARDS[group.dp_rank]), values, first=first, pretraining=False
+        rollout,
+        torch.tensor(REWARDS[group.dp_rank]),
+        values,
+        spans=torch.zeros(()),
+        first=first,
+        pretraining=False,
     )
     return weights, values, learner
 
@@ -78,8 +83,8 @@ def test_in_pretraining_the_values_targets_are_monte_carlo_returns(pretraining: 
         rank = group.dp_rank
         given = torch.ones(sum(LENGTHS[rank]))
         return values.estimate(
-            rollout_of(rank), torch.tensor(REWARDS[rank]), given, first=False,
-            pretraining=pretraining,
+            rollout_of(rank), torch.tensor(REWARDS[rank]), given, spans=torch.zeros(()),
+            first=False, pretraining=pretraining,
         )  # fmt: skip
 
     first, second = run_threads(2, estimate)

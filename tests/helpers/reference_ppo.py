@@ -29,6 +29,7 @@ class Row:
     observed: frozenset[int] = frozenset()
     rewards: list[float] = field(default_factory=list)
     answered: bool = False
+    paid: list[float] = field(default_factory=list)  # of the score, by action, on the way
 
     @property
     def actions(self) -> list[int]:
@@ -152,12 +153,19 @@ def lambda_of(row: Row, h: Hyper) -> float:
 
 
 def rewards_of(row: Row, penalty: Tensor, kl_coef: float) -> Tensor:
-    """Of each action: the KL's, the environment's, and at the last one the score."""
+    """Of each action: the KL's, the environment's, what was paid on the way, and at the last one
+    what is left of the score."""
     rewards = -kl_coef * penalty
-    for i, reward in enumerate(row.rewards):
-        rewards[i] += reward
-    rewards[-1] += row.score
+    for line in (row.rewards, row.paid):
+        for i, reward in enumerate(line):
+            rewards[i] += reward
+    rewards[-1] += row.score - sum(row.paid)
     return rewards
+
+
+def paid_to_go(row: Row, gamma: float, t: int) -> float:
+    """What is still paid on the way from an action on; nothing behind the end."""
+    return sum(gamma ** (k - t) * reward for k, reward in enumerate(row.paid) if k >= t)
 
 
 def aggregate(losses: list[Tensor], how: str) -> Tensor:
@@ -347,14 +355,19 @@ def ppo_step(
             returns.append(
                 advantages_of(rewards, old_values[i], h.gamma, lam_value) + old_values[i]
             )
-        firsts = [a[0] for a in adv]  # a row's reward-to-go at its start, where values are 0
-        if h.baseline == "batch":
-            adv = [a - sum(firsts) / len(firsts) for a in adv]
-        if h.baseline == "group":
-            prompts = [i // h.samples for i in range(len(adv))]
-            for i, prompt in enumerate(prompts):
-                others = [firsts[j] for j, p in enumerate(prompts) if p == prompt and j != i]
-                adv[i] = adv[i] - sum(others) / len(others)
+        # a row's reward-to-go at its start, where values are 0, without what is paid on the way;
+        # of that, what is paid from the same action on
+        firsts = [a[0] - paid_to_go(row, h.gamma, 0) for a, row in zip(adv, step.rows, strict=True)]
+        for i, row in enumerate(step.rows) if h.baseline in ("batch", "group") else ():
+            every = range(len(step.rows))
+            others = [j for j in every if j // h.samples == i // h.samples and j != i]
+            others = [*every] if h.baseline == "batch" else others
+            mean = sum(firsts[j] for j in others) / len(others)
+            for t in range(len(row.response)):
+                at = others if h.baseline == "group" else []
+                at = at or [j for j in every if t < len(step.rows[j].response)]
+                paid = sum(paid_to_go(step.rows[j], h.gamma, t) for j in at) / len(at)
+                adv[i][t] = adv[i][t] - mean - paid
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])

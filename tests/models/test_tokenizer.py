@@ -9,25 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from texts import bytes_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from splitppo.engine.hf import HFEngine
 from splitppo.models.tiny import UNKNOWN, VOCABULARY, build_tokenizer, model_config
 from splitppo.models.tokenizer import TEMPLATE, eos_ids, token_ends, token_texts
-
-
-def bytes_tokenizer() -> Any:
-    """A token for each byte, as GPT-2 writes it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner: Any = Tokenizer(
-        models.BPE({"<eos>": 0} | {char: i for i, char in enumerate(alphabet, 1)}, [])
-    )
-    inner.pre_tokenizer, inner.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 
 def pieces_tokenizer(size: int) -> Any:

@@ -120,6 +120,11 @@ spawned = in_process("spawn")
 forkserver = in_process("forkserver")
 forked = in_process("fork")
 
+def halves(solution_str, **_):
+    return {"score": 1, "spans": [(1, 0.5), (3, len(solution_str))]}
+
+halved = halves
+
 class Judge:
     async def __call__(self, *, data_source, solution_str, ground_truth, extra_info):
         return 7
@@ -204,6 +209,22 @@ def test_a_float_a_dict_and_their_weighted_sum(file: Path) -> None:
     numbers = {"as_float/score": 3.0, "as_dict/score": 2.0, "as_dict/acc": 1.0}
     assert first == Scored(3 + 0.5 * 2, {**numbers, "exact_match/score": 0.0}, ())
     assert second == Scored(3 + 0.5 * 2 + 10, {**numbers, "exact_match/score": 1.0}, ())
+
+
+def test_what_is_paid_on_the_way_has_the_functions_weight(file: Path) -> None:
+    """A span behind the text is an invalid result, with its end and the text's length; the spans of
+    the other function count."""
+    with scorer(f"{file}:halves", f"{file}:as_float", weights=[2, 1]) as both:
+        good, bad, plain = both.submit(rows("abc", "ab", "abc"))()
+    assert good.spans == plain.spans == [(1, 1.0), (3, 6.0)]
+    assert (good.score, bad.score, bad.spans) == (2 + 3, -2 + 2, None)
+    (failure,) = bad.failures
+    assert (failure.function, failure.kind) == ("halves", "invalid")
+    assert "(3, 2)" in failure.text
+    assert "the 2 characters" in failure.text
+    with scorer(f"{file}:halves", f"{file}:halved", weights=[2, 1]) as both:
+        (row,) = both.submit(rows("abc"))()
+    assert row.spans == [(1, 1.0), (3, 6.0), (1, 0.5), (3, 3.0)]
 
 
 def test_one_function_keeps_the_names_of_its_figures(file: Path) -> None:

@@ -245,9 +245,9 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
     )
     check_rewards([f"{file}:compute_score"])
     row = row_of(_prompt(), "yes")
-    assert read_result(find_function(f"{file}:compute_score")(**row)) == (3.0, {"calls": 1.0})
+    assert read_result(find_function(f"{file}:compute_score")(**row)) == (3.0, {"calls": 1.0}, None)
     again = find_function(f"{file}:compute_score")
-    assert read_result(again(**row)) == (3.0, {"calls": 2.0}), "the file was imported twice"
+    assert read_result(again(**row)) == (3.0, {"calls": 2.0}, None), "the file was imported twice"
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_numbers_of_all_kinds_are_results(
     result: Any, expected: tuple[float, dict[str, float]]
 ) -> None:
     outcome = read_result(result)
-    assert outcome == expected
+    assert outcome == (*expected, None)
     assert not isinstance(outcome, Failure)
-    value, extra = outcome
+    value, extra, _ = outcome
     assert type(value) is float
     assert all(type(number) is float for number in extra.values())
 
@@ -376,6 +376,55 @@ def test_anything_else_is_an_invalid_result(result: Any) -> None:
     assert re.match(r"returned .*: .*; return float\(\.\.\.\), or a dict", failure.text)
     assert "\n" not in failure.text
     assert len(failure.text) < 300
+
+
+SPANS = [(3, -0.5), (1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        (SPANS, SPANS),
+        (tuple(map(list, SPANS)), SPANS),
+        (np.array(SPANS), SPANS),
+        (torch.tensor(SPANS), SPANS),
+        (iter(SPANS), SPANS),
+        ([(np.int64(3), Fraction(1, 2)), (torch.tensor(3), [True])], [(3, 0.5), (3, 1.0)]),
+        ([(4, 1)], [(4, 1.0)]),
+        ([], []),
+        (None, None),
+    ],
+)
+def test_what_is_paid_on_the_way_is_pairs_of_an_end_and_a_reward(spans: Any, expected: Any) -> None:
+    outcome = read_result({"score": 1, "spans": spans, "acc": 1}, "a🙂bc")
+    assert outcome == (1.0, {"acc": 1.0}, expected)
+    assert not isinstance(outcome, Failure)
+    assert all((type(end), type(reward)) == (int, float) for end, reward in outcome[2] or ())
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        ([(1, 1.0), (5, 0.25)], r"\(5, 0\.25\) .* the 4 characters"),
+        ([(0, 0.25)], r"\(0, 0\.25\) .* the 4 characters"),
+        ([(-1, 0.25)], r"\(-1, 0\.25\) .* the 4 characters"),
+        ([(2.5, 0.25)], r"\(2\.5, 0\.25\) .* the 4 characters"),
+        ([(1234567, 1)], r"\(1234567, 1\) .* the 4 characters"),
+        ([(1, math.nan)], "'reward' is not a finite number"),
+        ([(1, 1e300)], "'reward' is not a finite number"),
+        ([(math.inf, 1)], "'end' is not a finite number"),
+        ([("1", 1)], "'end' is not a finite number"),
+        ([1, 2], r"pairs \(end, reward\)"),
+        ([(1, 2, 3)], r"pairs \(end, reward\)"),
+        ({1: 0.5}, r"pairs \(end, reward\)"),
+        (0.5, r"pairs \(end, reward\)"),
+    ],
+)
+def test_a_wrong_span_is_an_invalid_result(spans: Any, says: str) -> None:
+    failure = read_result({"score": 1.0, "spans": spans}, "a🙂bc")
+    assert isinstance(failure, Failure)
+    assert failure.kind == "invalid"
+    assert re.search(says, failure.text), failure.text
 
 
 def test_a_reward_file_imports_a_module_beside_it_that_hides_no_library(

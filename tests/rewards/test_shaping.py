@@ -1,11 +1,16 @@
 """What becomes of a raw score, the adaptive KL controller."""
 
+from functools import partial
+
 import pytest
 import torch
+from episodes import episode
+from texts import bytes_tokenizer
 
 from splitppo import algo
 from splitppo.config import RewardConfig
-from splitppo.rewards.shaping import AdaptiveKL, shape_scores
+from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores
+from splitppo.rollout import Rollout
 
 SCORES = torch.tensor([1.0, 3.0, -5.0, 1.0])
 LENGTHS, TRUNCATED = [4, 8, 10, 7], [False, False, True, False]
@@ -94,3 +99,24 @@ def test_a_coefficient_without_a_target_stays() -> None:
     controller = AdaptiveKL(0.5, None, 10000)
     controller.update(60.0, 100)
     assert controller.coef == 0.5
+
+
+def test_a_span_is_paid_at_the_token_with_its_last_character() -> None:
+    """Of the last message, whose tokens are bytes; what is no text holds no character."""
+    tokenizer = bytes_tokenizer()
+    eos = tokenizer.eos_token_id
+    first, last = tokenizer("aé").input_ids, [eos, *tokenizer("é🙂b").input_ids, eos]
+    mask = [True] * len(first) + [False] * 2 + [True] * len(last)
+    rows = [
+        episode(0, [1], first),
+        episode(1, [1], [*first, 5, 5, *last], mask=mask),
+        episode(2, [1], last),
+    ]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    spans = [[(1, 0.5), (2, 1.0), (1, 0.25)], [(1, 2.0), (2, 3.0), (3, 4.0)], []]
+    paid = place_spans(Rollout(rows), spans, decode).split([3, 3 + 9, 9])
+    assert [row.tolist() for row in paid] == [
+        [0.75, 0.0, 1.0],
+        [*[0.0] * 3, *[0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0]],
+        [0.0] * 9,
+    ]
