@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 from reference_ppo import Row
+from runs import main_rank, records
 from test_dialogues import LIMITS, game, listener
 from test_flagship import compare, inputs, reference, run
 from test_windows import LENGTHS, WINDOW, lengths_file
@@ -102,3 +104,34 @@ def test_spans_of_a_dialogues_last_message(rewarded, game, tmp_path, window):
     hyper = {"old_logprobs": "engine"} if window else {}
     options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": window, **LIMITS}
     check(rewarded, tmp_path, 2, hyper, listener(game), placement__actor=1, **options)
+
+
+# What each character adds to the score, where it stands; and the same score at the end.
+CAUSAL = """
+from itertools import pairwise
+from splitppo.rewards.rules import echo
+
+def causal(data_source, solution_str, ground_truth, extra_info):
+    heads = (solution_str[:end] for end in range(len(solution_str) + 1))
+    scores = [echo("", head, ground_truth, {}) for head in heads]
+    spans = [(end, now - before) for end, (before, now) in enumerate(pairwise(scores), 1)]
+    return {"score": scores[-1], "spans": spans}
+
+def summed(data_source, solution_str, ground_truth, extra_info):
+    return echo("", solution_str, ground_truth, {})
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("baseline", ["value", "batch"])
+@pytest.mark.parametrize("seed", range(3))
+def test_causal_spans_learn_faster_than_their_sum(tmp_path: Path, seed: int, baseline: str):
+    scores = {}
+    (tmp_path / "paid.py").write_text(CAUSAL)
+    for name in ("causal", "summed"):
+        argv = ["--data.task=echo", "--steps=33", f"--seed={seed}", "--log.validate-every=0"]
+        argv += [f"--ppo.baseline={baseline}", f"--run-dir={tmp_path / name}"]
+        run_ranks(1, main_rank, [*argv, f"--reward.function={tmp_path / 'paid.py'}:{name}"])
+        last = records(tmp_path / name, "critic")[-3:]
+        scores[name] = sum(line["critic/score/mean"] for line in last) / 3
+    assert scores["causal"] > 1.4 * scores["summed"], scores

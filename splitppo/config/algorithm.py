@@ -260,7 +260,7 @@ class RewardConfig:
     `auto`: by the row's data_source. `none`: no function; the reward model, the environment or both
     score a row. A function of a file takes (data_source, solution_str, ground_truth, extra_info),
     perhaps prompt and messages, and may be async. It returns a number, or a dict with `score` and
-    more numbers, which become metrics."""
+    more numbers, which become metrics, and perhaps with `spans`: rewards on the way."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1
@@ -293,8 +293,8 @@ class RewardConfig:
     """Functions that score the held-out rows. Empty: `function` with its weights."""
     normalize: Literal["off", "batch", "running"] = "off"
     """Subtract the mean of the scores and divide by their deviation: those of the batch (not with
-    `rollout.window`: a step may have one row), or of all steps so far. With an environment: only
-    divide."""
+    `rollout.window`: a step may have one row), or of all steps so far. With an environment or
+    spans: only divide."""
     clip: tuple[float, float] | None = None
     """Lowest and highest score of a row, with the rewards of its turns, after normalising."""
     missing_eos_penalty: float = 0.0
@@ -353,8 +353,9 @@ class PPOConfig:
     baseline: Literal["value", "batch", "group"] = "value"
     """Where advantages come from. `value`: a value model, by GAE. `batch` and `group` need none,
     and are there to compare: a token's advantage is its reward-to-go less a mean over rows. The
-    mean is of the reward-to-go at the first token of the same turn. `batch`: over the step's rows
-    that have this turn. `group`: over the prompt's other rows; one without this turn counts 0."""
+    mean is of the reward-to-go at the first token of the same turn; of spans, at the same token.
+    `batch`: over the step's rows that have this turn. `group`: over the prompt's other rows; one
+    without this turn counts 0."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

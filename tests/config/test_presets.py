@@ -514,6 +514,15 @@ def test_the_example_of_the_rewards_page_scores(tmp_path: Path) -> None:
     ]
 
 
+def test_the_example_of_spans_scores(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(python_blocks("rewards.md")[1])
+    found = find_function(f"{tmp_path}/rewards.py:copied")
+    row = {"data_source": "", "ground_truth": "31", "extra_info": {}}
+    for text, rewards in (("317", [0.5, 0.5, -0.5]), ("71", [-0.5, 0.5]), ("", [])):
+        spans = [*enumerate(rewards, 1)]
+        assert read_result(found(solution_str=text, **row), text) == (sum(rewards), {}, spans)
+
+
 def test_verls_compute_score_is_taken_unchanged(tmp_path: Path) -> None:
     """The example of from_verl.md."""
     file = tmp_path / "my_reward.py"
@@ -521,7 +530,7 @@ def test_verls_compute_score_is_taken_unchanged(tmp_path: Path) -> None:
     check_rewards([f"{file}:compute_score"])
     row = {"data_source": "", "ground_truth": "7", "extra_info": {}}
     found = find_function(f"{file}:compute_score")(solution_str="so #### 7", **row)
-    assert read_result(found) == (1.0, {"acc": 1.0})
+    assert read_result(found) == (1.0, {"acc": 1.0}, None)
 
 
 def test_verls_example_is_the_preset() -> None:

@@ -95,7 +95,8 @@ function drawRows() {
   byId("more-rows").hidden = prompts.size <= most;
 }
 
-// The middle of the colour scale, and the distance to its ends, which 4 % of the tokens lie beyond.
+// The middle of the colour scale, and the distance to its ends, which 4 % of the tokens lie beyond;
+// most tokens may have no reward, so none lies beyond.
 function drawScale() {
   const figure = byId("shade").value;
   byId("scale").hidden = byId("token-readout").hidden = figure === "none";
@@ -104,9 +105,10 @@ function drawScale() {
     .flatMap((row) => row.tokens?.[figure] ?? [])
     .filter((value) => typeof value === "number")
     .sort((a, b) => a - b);
-  const low = values[Math.floor(0.02 * (values.length - 1))],
-    high = values[Math.ceil(0.98 * (values.length - 1))];
-  const middle = figure === "advantage" ? 0 : (low + high) / 2,
+  const beyond = figure === "reward" ? 0 : 0.02;
+  const low = values[Math.floor(beyond * (values.length - 1))],
+    high = values[Math.ceil((1 - beyond) * (values.length - 1))];
+  const middle = figure === "value" ? (low + high) / 2 : 0,
     reach = Math.max(high - middle, middle - low) || 1;
   byId("scale-low").textContent = number(middle - reach);
   byId("scale-high").textContent = number(middle + reach);
