@@ -183,8 +183,6 @@ class RolloutEngine(ABC):
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """Begins to draw for more rows; returns at once."""
-        if empty := [ask.row for ask in asks if not len(ask.ids)]:
-            raise ValueError(f"row {empty[0]} has an empty prompt; it needs at least one token")
         self.open += len(asks)
         if asks:
             self._submit(asks)

@@ -57,7 +57,12 @@ def check_engine(
 ) -> None:
     """Raises UserError if the engine cannot run so. Needs no process group and no GPU."""
     if engine_kind(config, device) == "hf":
-        _check_hf(config, device)
+        for name, default in FOR_VLLM.items():
+            if (value := getattr(config.engine, name)) not in (default, "off"):
+                raise UserError(
+                    f"engine.{name}={value} is for vLLM only, and the engine is hf; use {default}, "
+                    f"or vLLM ({_installation(device)}; --engine.kind vllm)"
+                )
         return
     _check_installed(device)
     for name, value in (
@@ -81,18 +86,6 @@ def check_engine(
             f"engine.tensor_parallel={size} does not divide the policy's {heads} attention heads "
             f"({kv_heads} of keys and values) evenly; use a smaller size"
         )
-
-
-def _check_hf(config: Config, device: str) -> None:
-    engine = config.engine
-    for name, default in FOR_VLLM.items():
-        if (value := getattr(engine, name)) not in (default, "off"):
-            remedy = (
-                f"vLLM is not installed: {_installation(device)}, or use {default}"
-                if engine.kind == "auto" and device == "cuda"
-                else f"use {default} with engine.kind hf, or engine.kind vllm"
-            )
-            raise UserError(f"engine.{name}={value} is for vLLM only; {remedy}")
 
 
 def _installation(device: str) -> str:

@@ -621,12 +621,6 @@ def test_tied_weights_may_come_by_either_name(case: Case, left_out: tuple[str, .
         )
 
 
-def test_bad_requests_are_refused(case: Case) -> None:
-    assert run(case.engine, []) == {}
-    with pytest.raises(ValueError, match="row 4 has an empty prompt"):
-        run(case.engine, [Request(4, [])])
-
-
 @pytest.mark.parametrize("leave", ["abort", "an error"])
 def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> None:
     engine, requests = case.engine, some_requests()

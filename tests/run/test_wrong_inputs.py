@@ -252,9 +252,9 @@ EARLY = [
     policy.path={d}/capped: its rows can't be packed ... leave compute.packing
 --data.task=sums => 'sums' ... --data.task ... ('echo', 'addition', 'guess')
 --engine.kind=hf --engine.tensor-parallel=2 =>
-    engine.tensor_parallel=2 is for vLLM only; use 1 with
+    engine.tensor_parallel=2 is for vLLM only, and the engine is hf; use 1, or
 --engine.kind=hf --engine.sleep=1 =>
-    engine.sleep=1 is for vLLM only; use auto with engine.kind hf, or
+    engine.sleep=1 is for vLLM only, and the engine is hf; use auto, or
 --world-size=2 => world_size=2 is for --dry-run ... --nproc_per_node
 # presets
 --config={d}/none.toml => --config {d}/none.toml: no such file
