@@ -433,9 +433,6 @@ DATA = cases(r"""
 --data.files={d}/good.jsonl --rollout.max-new-tokens=1020 --reward.function=exact_match =>
     a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024 ...
     lower the latter
---data.files={d}/good.jsonl --rollout.max-prompt-tokens=5 --reward.function=exact_match =>
-    rollout.max_prompt_tokens=5 ... good.jsonl row 2 (9 tokens) ... set
-    --rollout.max-prompt-tokens 9
 --data.files={d}/good.jsonl --reward.function=last_number =>
     good.jsonl row 2: ground truth 'blue' ... last_number needs a number; set --reward.function
 --data.files={d}/good.jsonl =>
@@ -446,22 +443,6 @@ DATA = cases(r"""
     exact_match,
 --data.files={d}/good.jsonl --reward.function=exact_match --data.validation-files={d}/third.jsonl =>
     data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int
---data.files={d}/good.jsonl --reward.function=exact_match --data.overlong=filter
-    --rollout.max-prompt-tokens=3 =>
-    data.overlong=filter: 2 of 2 rows of data.files have prompts over rollout.max_prompt_tokens=3;
-    the first is {d}/good.jsonl row 1 (4 tokens)
---data.system=Add. =>
-    data.system is for the chat template, but the tokenizer ... an instruct model or drop
---data.files={d}/untrue.jsonl --reward.function=exact_match =>
-    untrue.jsonl row 2: ground truth '' of data_source 'untrue': the reward rule exact_match needs
-    a text; set
---policy.path={d}/thinking '--data.chat-kwargs={{"enable_thinkin":false}}' =>
-    data.chat_kwargs has enable_thinkin, which the chat template never reads; drop it ... reads:
-    enable_thinking
-'--data.chat-kwargs={{"a":1}}' =>
-    data.chat_kwargs is for the chat template, but the ... drop data.chat_kwargs
---policy.path={d}/chat --data.system=Add. --data.no-chat =>
-    data.system is for the chat template, but data.chat is off; turn it on or drop data.system
 --data.files={d}/good.jsonl --policy.path={d}/mute =>
     good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer
 """)
@@ -502,11 +483,6 @@ FIELDS: list[tuple[str, str, Any]] = [
         "chat_template.jinja",
         "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}",
     ),
-    (
-        "thinking",
-        "chat_template.jinja",
-        "{{ messages[0].content }}{% if enable_thinking %}1{% endif %}",
-    ),
 ]
 
 
@@ -533,7 +509,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '{"prompt": 3, "answer": "2"}\n',
         "two.jsonl": '{"prompt": "1+1+1+1=", "answer": "4"}\n',
         "images.jsonl": '{"prompt": "<image>a", "images": ["a.png"]}\n',
-        "untrue.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n',
         "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
         "adapter/adapter_config.json": '{"peft_type": "LORA"}',
         "experts/config.json": '{"model_type": "mixtral"}',
@@ -558,18 +533,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for name in (
-        "model",
-        "shape",
-        "lacks",
-        "cut",
-        "half",
-        "index",
-        "garbled",
-        "headless",
-        "chat",
-        "mute",
-    ):
+    for name in ("model", "shape", "lacks", "cut", "half", "index", "garbled", "headless", "mute"):
         build_tiny(folder / name, seed=0)
     for name, file, changes in FIELDS:
         if not (folder / name).exists():
@@ -595,8 +559,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "half" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "index" / "model.safetensors.index.json").write_text("{}")
     (folder / "garbled" / "tokenizer.json").write_text("{}")
-    for name, template in (("chat", "{{ raise_exception('no tools') }}"), ("mute", "{{ '' }}")):
-        (folder / name / "chat_template.jinja").write_text(template)
+    (folder / "mute" / "chat_template.jinja").write_text("{{ '' }}")
     scores = ["LlamaForSequenceClassification"]
     for name, labels in (("judge", 1), ("headless", 1), ("two", 2)):
         made = LlamaConfig.from_pretrained(
