@@ -19,8 +19,10 @@ from splitppo.rollout import (
     Rollout,
     exchange_rows,
     exchange_tensors,
+    from_bytes,
     pack,
     pack_rows,
+    to_bytes,
     unpack_rows,
 )
 
@@ -169,28 +171,31 @@ class TensorLink(_Link):
     def send(
         self, plan: StepPlan, rollout: Rollout, packed: Sequence[Tensor], *, flag: bool = False
     ) -> None:
-        """Sends the rows in common of float32 tensors `[N]`."""
-        stacked = torch.stack(list(packed))
+        """Sends the rows in common of tensors `[N, ...]`."""
+        message = to_bytes(packed)
         for peer, places in self._shared(plan, rollout) if self.group.speaks else ():
-            values = rollout.select(stacked, places).float().flatten()
-            self.wire.send(self._hop(plan.step, peer), values, [flag])
+            part = rollout.select(message, places).flatten()
+            self.wire.send(self._hop(plan.step, peer), part, [flag])
 
-    def recv(self, plan: StepPlan, rollout: Rollout, *, fields: int) -> tuple[list[Tensor], bool]:
-        """`fields` packed tensors `[N]` for all rows of `rollout`, and the flag: False on a rank
-        without rows, which gets no message."""
-        pieces: list[list[Tensor]] = [[] for _ in range(fields)]
+    def recv(
+        self, plan: StepPlan, rollout: Rollout, empty: Sequence[Tensor]
+    ) -> tuple[list[Tensor], bool]:
+        """The packed tensors for all rows of `rollout`, and the flag: False on a rank without rows,
+        which gets no message. `empty`: what the tensors are without rows, `[0, ...]` each."""
+        nothing = to_bytes(empty)
+        width = nothing.shape[1]
+        pieces: list[Tensor] = []
         flag = False
         shared = self._shared(plan, rollout)
         for peer, places in shared:
             lengths = [rollout.episode_lengths[place] for place in places]
             header, payload = self._recv(
-                self._hop(plan.step, peer), torch.float32, lambda _, n=lengths: fields * sum(n)
+                self._hop(plan.step, peer), torch.uint8, lambda _, n=lengths: width * sum(n)
             )
             flag = flag or bool(header[0])
-            for field, values in zip(pieces, payload.view(fields, -1), strict=True):
-                field += values.split(lengths)
+            pieces += payload.view(-1, width).split(lengths)
         places = [place for _, places in shared for place in places]
-        return [pack(field, places) for field in pieces], flag
+        return from_bytes(pack(pieces, places, nothing), empty), flag
 
     def _shared(self, plan: StepPlan, rollout: Rollout) -> list[tuple[int, list[int]]]:
         """(global rank of the peer, places of the rows in common with it) for each peer with
@@ -252,8 +257,8 @@ class Exchange:
         due: Rollout,
         packed: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Packed tensors `[N]` of the rows `due`, this rank's as a receiver, given those of the
-        rows `held`, this rank's as a sender."""
+        """Packed tensors `[N, ...]` of the rows `due`, this rank's as a receiver, given those of
+        the rows `held`, this rank's as a sender."""
         if self.same:
             return list(packed)
         group = self.groups[sender]

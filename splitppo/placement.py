@@ -151,6 +151,7 @@ def holders(config: Config) -> dict[str, Role]:
         "value": "critic",
         "reward": "critic",
         "reference": config.placement.reference,
+        "teacher": "critic",
     }
 
 

@@ -19,6 +19,7 @@ from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
 from splitppo.rollout import Rollout
 
+Terms = list[tuple[float, Tensor]]  # weights, token losses `[N]`
 # Mean difference of the engine's and the trainer's log-probs, nats a token: above the first number
 # the run warns, above the second it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16;
 # on GPUs, vLLM's attention is TF32 in float32.)
@@ -50,6 +51,7 @@ class Policy:
         self.group = learner.runner.group
         self.dtype = dtype
         self.staleness = Staleness(context)
+        self.lesson = (Lesson if context.config.has_teacher else NoLesson)(context, outputs)
         self._outputs = outputs
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -59,8 +61,11 @@ class Policy:
         self.learner.warm_up(
             partial(self._outputs, entropy=True),
             self._objective,
-            fields=2,
-            columns=lambda rollout, zeros: self._columns(rollout, [zeros, zeros], zeros),
+            columns=lambda rollout, zeros: self._columns(
+                rollout,
+                [zeros, zeros],
+                [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.lesson.columns],
+            ),
         )
         if self.reference:
             self.reference.logprobs(dummy_rollout())
@@ -83,9 +88,7 @@ class Policy:
         old = sampled
         sums = {}  # over the tokens
         if not by_engine or not self.compared:
-            trainers, entropy = self.learner.forward(
-                rollout, partial(self._outputs, entropy=True), fields=2
-            )
+            trainers, entropy = self.learner.forward(rollout, partial(self._outputs, entropy=True))
             if not self.compared:
                 sampled_now = rollout.ages() == 0
                 self._compare(sampled[sampled_now], trainers[sampled_now])
@@ -117,7 +120,7 @@ class Policy:
         plan: StepPlan,
         rollout: Rollout,
         logprobs: Sequence[Tensor],
-        advantages: Tensor,
+        signals: Sequence[Tensor],
         *,
         waits: bool,
     ) -> dict[str, Any]:
@@ -125,7 +128,7 @@ class Policy:
 
         Args:
             logprobs: the tensors that `logprobs` returned.
-            advantages: `[N]`.
+            signals: what the critic group sent, `Estimate.signals`.
             waits: whether only the value model is trained in this step; said to one rank at least,
                 if any has rows.
         """
@@ -135,6 +138,7 @@ class Policy:
             *("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"),
             *["kl_loss"] * (ppo.kl_loss_coef > 0),
             *["pg_lost", "pg_advantage"] * (ppo.clip_mode == "mask"),
+            *self.lesson.metrics,
         ]
         weights, importance = self._importance(rollout, logprobs[0])
         figures = []
@@ -143,7 +147,7 @@ class Policy:
             figures = self.learner.update(
                 rollout,
                 trainable_rows(self.context.config, plan, rollout, "actor", self.group.dp_rank),
-                self._columns(rollout, logprobs, advantages) | weights,
+                self._columns(rollout, logprobs, signals) | weights,
                 self._objective,
                 step=step,
                 epochs=ppo.epochs,
@@ -167,11 +171,13 @@ class Policy:
         """Goes on from what `state` returned."""
         self.learner.waited = state["waited"]
 
-    def _columns(self, rollout: Rollout, logprobs: Sequence[Tensor], advantages: Tensor) -> Fields:
-        """What `_objective` reads of each token, `[N]` by name."""
+    def _columns(
+        self, rollout: Rollout, logprobs: Sequence[Tensor], signals: Sequence[Tensor]
+    ) -> Fields:
+        """What `_objective` reads of each token, `[N, ...]` by name."""
         return {
             **dict(zip(("old", "ref"), logprobs, strict=False)),
-            "advantages": advantages,
+            **dict(zip(self.lesson.names, signals, strict=True)),
             **self.staleness.columns(rollout),
         }
 
@@ -179,7 +185,9 @@ class Policy:
         self, model: nn.Module, batch: MicroBatch, columns: Fields
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        logprobs, entropy = self._outputs(model, batch, entropy=ppo.entropy_coef > 0)
+        logprobs, entropy, terms, lesson_metrics = self.lesson.run(
+            model, batch, columns, entropy=ppo.entropy_coef > 0
+        )
         loss, metrics = algo.policy_loss(
             logprobs,
             columns["old"],
@@ -192,15 +200,15 @@ class Policy:
             dual_clip=ppo.dual_clip,
             aggregate=ppo.aggregate,
         )
-        metrics |= self.staleness.of_loss(logprobs, columns)
+        metrics |= self.staleness.of_loss(logprobs, columns) | lesson_metrics
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, columns["ref"], ppo.kl_loss_kind)
-            loss = loss + ppo.kl_loss_coef * algo.aggregate_loss(kl, batch.lengths, ppo.aggregate)
+            terms.append((ppo.kl_loss_coef, kl))
             metrics["kl_loss"] = algo.mean(kl.detach())
         if ppo.entropy_coef > 0:
-            loss = loss - ppo.entropy_coef * algo.aggregate_loss(
-                entropy, batch.lengths, ppo.aggregate
-            )
+            terms.append((-ppo.entropy_coef, entropy))
+        for coef, losses in terms:
+            loss = loss + coef * algo.aggregate_loss(losses, batch.lengths, ppo.aggregate)
         return loss, metrics
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[Fields, dict[str, float]]:
@@ -254,6 +262,64 @@ class Policy:
             )
         if mean > much and self.group.is_first:
             warn(f"{message.format(much)}compare a run with --compute.dtype float32")
+
+
+class NoLesson:
+    """What the critic group sends of each token, and what the update makes of it beside PPO's loss;
+    here the advantages alone.
+
+    Attributes:
+        names: of the columns that are sent. columns: without rows, `[0, ...]` each.
+        metrics: names of those that the loss has for it.
+    """
+
+    names: tuple[str, ...] = ("advantages",)
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, context: Context, outputs: PolicyOutputs):
+        self.distill = context.config.distill
+        self.outputs = outputs
+        self.columns = [torch.zeros(0)]
+
+    def run(
+        self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
+    ) -> tuple[Tensor, Tensor, Terms, dict[str, Tensor]]:
+        """Log-probs and entropies `[N]` of the update, as of `PolicyOutputs`; further losses of the
+        tokens with their weights, and their metrics."""
+        return (*self.outputs(model, batch, entropy=entropy), [], {})
+
+
+class Lesson(NoLesson):
+    """With a teacher: its most likely tokens are sent, too, and the update counts how often the
+    policy's is the same. With `distill.top_k` the policy's loss has a divergence from the
+    teacher; without, its weight is 0: the advantages have the teacher's part."""
+
+    names = ("advantages", "teacher_ids", "teacher_logprobs")
+    metrics = ("teacher_agrees", "divergence")
+
+    def __init__(self, context: Context, outputs: PolicyOutputs):
+        super().__init__(context, outputs)
+        k = self.distill.top_k or 1
+        self.columns += [
+            torch.zeros(0, k, dtype=torch.int32),
+            torch.zeros(0, k + 1, dtype=torch.float16),
+        ]
+
+    def run(
+        self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
+    ) -> tuple[Tensor, Tensor, Terms, dict[str, Tensor]]:
+        logprobs, entropies, likeliest, highest = self.outputs.beside(
+            model, batch, columns["teacher_ids"], entropy=entropy
+        )
+        teacher = columns["teacher_logprobs"]
+        divergence = algo.divergence(likeliest, teacher, self.distill.divergence)
+        agrees = (likeliest.detach()[:, 0] >= highest).float()
+        metrics = {
+            "teacher_agrees": algo.mean(agrees),
+            "divergence": algo.mean(divergence.detach()),
+        }
+        coef = self.distill.coef if self.distill.top_k else 0.0
+        return logprobs, entropies, [(coef, divergence)], metrics
 
 
 class Staleness:

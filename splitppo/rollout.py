@@ -280,8 +280,9 @@ class Rollout:
     """The `B` episodes that one rank holds in a step, given in any order and held in data order.
     An episode is known by its place here, from 0 to B - 1; its identity goes with it.
 
-    Per-token figures (log-probs, values, advantages) travel beside it as packed float32 tensors
-    `[N]` on the CPU: the response tokens of one episode after the other.
+    Per-token figures (log-probs, values, advantages) travel beside it as packed tensors `[N]` on
+    the CPU, float32 but for a teacher's `[N, k]`: the response tokens of one episode after the
+    other.
 
     Attributes:
         rows: the episodes' identities, ascending.
@@ -309,15 +310,14 @@ class Rollout:
         return [self._places[row] for row in rows]
 
     def split(self, packed: Tensor) -> list[Tensor]:
-        """`[N]` -> a tensor an episode."""
+        """`[N, ...]` -> a tensor an episode."""
         return list(packed.split(self.episode_lengths))
 
     def select(self, packed: Tensor, places: Sequence[int]) -> Tensor:
-        """The part of a packed tensor `[N]` (or `[k, N]`) that belongs to the episodes at `places`,
-        in their order."""
-        pieces = packed.split(self.episode_lengths, dim=-1)
-        picked = [pieces[place] for place in places]
-        return torch.cat(picked, dim=-1) if picked else packed[..., :0]
+        """The part of a packed tensor `[N, ...]` that belongs to the episodes at `places`, in their
+        order."""
+        pieces = self.split(packed)
+        return torch.cat([packed[:0], *(pieces[place] for place in places)])
 
     def sums(self, packed: Tensor) -> Tensor:
         """`[N]` -> `[B]`, the sum of each episode."""
@@ -374,11 +374,28 @@ def add_turn_rewards(scores: Tensor, episodes: Iterable[Episode]) -> Tensor:
     return scores + turns.to(scores.dtype)
 
 
-def pack(pieces: Iterable[Tensor], places: Iterable[int]) -> Tensor:
-    """Tensors `[T_i]` of a rollout's episodes, in any order, to the packed `[N]`. `places`: where
-    each of them belongs; all places from 0 on, once each."""
+def pack(pieces: Iterable[Tensor], places: Iterable[int], empty: Tensor) -> Tensor:
+    """Tensors `[T_i, ...]` of a rollout's episodes, in any order, to the packed `[N, ...]`.
+    `places`: where each of them belongs; all places from 0 on, once each. `empty`: what no tokens
+    are, `[0, ...]`."""
     in_order = sorted(zip(places, pieces, strict=True), key=itemgetter(0))
-    return torch.cat([torch.zeros(0), *(piece for _, piece in in_order)])
+    return torch.cat([empty, *(piece for _, piece in in_order)])
+
+
+def to_bytes(columns: Iterable[Tensor]) -> Tensor:
+    """Packed tensors `[N, ...]` of any types to one message, `[N, bytes of a token]` uint8: what
+    belongs to a token is side by side, so that one row's part follows another's."""
+    wide = [column.unsqueeze(-1).flatten(1).contiguous() for column in columns]
+    return torch.cat([column.view(torch.uint8) for column in wide], 1)
+
+
+def from_bytes(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of `to_bytes`; `like`: of their types, and their shapes but for N."""
+    sizes = [to_bytes([column[:0]]).shape[1] for column in like]
+    return [
+        part.contiguous().view(column.dtype).view(len(message), *column.shape[1:])
+        for part, column in zip(message.split(sizes, 1), like, strict=True)
+    ]
 
 
 def exchange_tensors(
@@ -389,12 +406,11 @@ def exchange_tensors(
     due: Rollout,
     places: Sequence[int],
 ) -> list[Tensor]:
-    """Sends each rank of a `Group`, in their order, the part of packed tensors `[N]` of the rollout
-    `held` that belongs to the episodes at its `sent` places. Returns float32 tensors `[N]` of the
+    """Sends each rank of a `Group`, in their order, the part of packed tensors `[N, ...]` of the
+    rollout `held` that belongs to the episodes at its `sent` places. Returns such tensors of the
     rollout `due`; `places`: where what comes belongs, in the order in which it comes."""
-    # a token's values side by side, so that one row's part follows another's
-    values = torch.stack(list(packed)).float()
-    parts = group.all_to_all([held.select(values, part).T.flatten() for part in sent])
+    message = to_bytes(packed)
+    parts = group.all_to_all([held.select(message, part).flatten() for part in sent])
+    pieces = torch.cat(parts).view(-1, message.shape[1])
     lengths = [due.episode_lengths[place] for place in places]
-    by_field = torch.cat(parts).view(-1, len(packed)).T.contiguous()
-    return [pack(field.split(lengths), places) for field in by_field]
+    return from_bytes(pack(pieces.split(lengths), places, message[:0]), packed)

@@ -63,9 +63,9 @@ def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> 
             posted.result()
         with log.span("wait_advantages"):
             links.logprobs.send(plan, rollout, logprobs)
-            (advantages,), waits = links.advantages.recv(plan, rollout, fields=1)
+            signals, waits = links.advantages.recv(plan, rollout, policy.lesson.columns)
         with log.span("update"):
-            metrics |= policy.update(plan, rollout, logprobs, advantages, waits=waits)
+            metrics |= policy.update(plan, rollout, logprobs, signals, waits=waits)
         with log.span("validate"):
             metrics |= generator.validate(step, policy.weights())
         with log.span("checkpoint"):
@@ -93,10 +93,10 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         critic.release_models()
         scored = join(parts)
         with log.span("wait_logprobs"):
-            logprobs, _ = links.logprobs.recv(plan, scored.rollout, fields=run.logprob_fields)
+            logprobs, _ = links.logprobs.recv(plan, scored.rollout, run.logprob_columns)
         with log.span("advantages"):
             estimate = critic.advantages(step, scored, logprobs)
-            links.advantages.send(plan, scored.rollout, [estimate.advantages], flag=estimate.waits)
+            links.advantages.send(plan, scored.rollout, estimate.signals, flag=estimate.waits)
         with log.span("update"):  # a thread writes the samples, until the step's end
             run.write_samples(step, partial(critic.samples, step, scored, estimate))
             metrics = estimate.metrics | critic.update(plan, scored, estimate)
@@ -136,10 +136,10 @@ def colocated_loop(
         with critic_log.span("advantages"):
             critic_logprobs = exchange.logprobs(plan, rollout, critic_rollout, logprobs)
             estimate = critic.advantages(step, scored, critic_logprobs)
-            advantages = exchange.advantages(plan, critic_rollout, rollout, [estimate.advantages])
+            signals = exchange.advantages(plan, critic_rollout, rollout, estimate.signals)
         run.write_samples(step, partial(critic.samples, step, scored, estimate))
         with log.span("update"):
-            metrics |= policy.update(plan, rollout, logprobs, *advantages, waits=estimate.waits)
+            metrics |= policy.update(plan, rollout, logprobs, signals, waits=estimate.waits)
         with critic_log.span("update"):
             critic_metrics = estimate.metrics | critic.update(plan, scored, estimate)
         with log.span("validate"):

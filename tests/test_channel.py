@@ -78,6 +78,19 @@ def make_samples(rows, step):
     return samples
 
 
+def signals_of(column):
+    """What a critic with a teacher sends: columns of three types, of one number a token and of
+    several."""
+    ids = column[:, None].int() + torch.tensor([0, 2**30, 7], dtype=torch.int32)
+    return [column + 0.5, ids, torch.stack([column, -column], 1).half()]
+
+
+def same(tensors, others):
+    return all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(tensors, others, strict=True)
+    )
+
+
 def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="none", sets=(1, 1)):
     """Runs both columns' wire for some steps; returns what each side saw, and the record of posts.
 
@@ -130,8 +143,8 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                 ]
             )
             links.logprobs.send(plan(step), rollout, [index.float(), -index.float()])
-            (advantages,), flag = links.advantages.recv(plan(step), rollout, fields=1)
-            seen[rank, step] = torch.equal(advantages, index.float() + 0.5)
+            signals, flag = links.advantages.recv(plan(step), rollout, signals_of(torch.zeros(0)))
+            seen[rank, step] = same(signals, signals_of(index.float()))
             seen[rank, step] &= flag == (step == 1 and bool(rows))
 
     def critic(rank):
@@ -142,8 +155,8 @@ def play(actor_size, critic_size, *, chunks, batch=17, mini=1, steps=2, slow="no
                 samples += links.rollouts.recv(plan(step), chunk)
                 time.sleep(0.02 if slow == "critic" else 0)
             rollout = Rollout(samples)
-            (old, ref), flag = links.logprobs.recv(plan(step), rollout, fields=2)
-            links.advantages.send(plan(step), rollout, [old + 0.5], flag=step == 1)
+            (old, ref), flag = links.logprobs.recv(plan(step), rollout, [torch.zeros(0)] * 2)
+            links.advantages.send(plan(step), rollout, signals_of(old), flag=step == 1)
             due = make_samples(plan(step).all_slots("critic", groups[rank].dp_rank), step)
             index = [float(sample.row) for sample in due for _ in range(sample.tokens)]
             seen[rank, step] = (
@@ -249,9 +262,9 @@ def exchanging_rank(group, critics, windows):
         both = [numbered(rollout), -numbered(rollout)]
         old, ref = exchange.logprobs(plan(step), rollout, scored, both)
         seen += [torch.equal(old, numbered(scored)), torch.equal(ref, -old)]
-        given = [numbered(scored) + 64]
-        (advantages,) = exchange.advantages(plan(step), scored, rollout, given)
-        seen.append(torch.equal(advantages, numbered(rollout) + 64))
+        given = signals_of(numbered(scored))
+        signals = exchange.advantages(plan(step), scored, rollout, given)
+        seen.append(same(signals, signals_of(numbered(rollout))))
     return seen
 
 

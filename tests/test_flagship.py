@@ -97,7 +97,8 @@ def flags(inputs: Path, run_dir: Path, changes: dict) -> list[str]:
         },
         **changes,
     }
-    valued = changes.get("ppo.baseline", "value") == "value"
+    alone = changes.get("reward.function") == "none"  # a teacher leads alone
+    valued = changes.get("ppo.baseline", "value") == "value" and not alone
     return [
         word
         for name, value in values.items()
@@ -250,13 +251,14 @@ def reference(
     heard: Callable[[Row, int], Row] = lambda row, number: row,
     adapters: dict | None = None,
     value_base: str = "value",
+    teacher: str | None = None,
     **changes,
 ) -> dict:
     """The paper's PPO over the recorded rows; `penalty` is what an unfinished one loses of its
     score. `heard` adds what an environment says to what was sampled, in the row of a number.
     `adapters`: model -> (layer -> its adapters as they begin, alpha); `value_base`: folder of the
-    value model. With a `window` the reference finds out by itself in which step a row ends, and
-    what its log-probs were when it was sampled."""
+    value model; `teacher`: folder of the teacher. With a `window` the reference finds out by
+    itself in which step a row ends, and what its log-probs were when it was sampled."""
     policy = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(inputs / value_base, num_labels=1)
@@ -318,7 +320,10 @@ def reference(
             made_windows.append(step)
             yield step
 
-    results = reference_ppo(policy, frozen, value, windowed() if window else steps, hyper)
+    guide = None
+    if teacher:
+        guide = AutoModelForCausalLM.from_pretrained(inputs / teacher, dtype=torch.float32)
+    results = reference_ppo(policy, frozen, value, windowed() if window else steps, hyper, guide)
     return {
         "results": results,
         "policy": merged(policy),

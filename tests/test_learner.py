@@ -135,7 +135,7 @@ def train_rank(rank, world, folder, kind, runtime=None, *, packed=False):
         else (lambda m, b: [value_outputs(m, b)])
     )
     before = full_weights(learner)
-    (out,) = learner.runner.forward(learner.model, rollout, outputs, fields=1)
+    (out,) = learner.runner.forward(learner.model, rollout, outputs)
     objective = policy_objective if kind == "policy" else value_objective
     figures = learner.update(
         rollout, [*map(rollout.places, rows)], fields(rollout), objective, step=1, epochs=1
@@ -254,9 +254,7 @@ def by_value_rank(rank, folder):
     cast(Any, Runner).balance = lambda _, __, *given: given  # in this process alone
     rollout = Rollout(samples([row for rows in WORK[rank] for row in rows]))
     given = fields(rollout)
-    (new,) = runner.forward(
-        learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]], fields=1
-    )
+    (new,) = runner.forward(learner.model, rollout, lambda m, b: [OUTPUTS(m, b, entropy=False)[0]])
     kl = dict(
         zip(rollout.rows, [x.sum().item() for x in rollout.split(given["old"] - new)], strict=True)
     )
@@ -324,9 +322,7 @@ def empty_rank(rank, world, folder):
     """Rank 1 has no rows at all, but takes part."""
     learner, _ = make_learner(folder, "value", world, rank)
     rollout = Rollout([s for s in samples() if rank == 0])
-    (out,) = learner.runner.forward(
-        learner.model, rollout, lambda m, b: [value_outputs(m, b)], fields=1
-    )
+    (out,) = learner.runner.forward(learner.model, rollout, lambda m, b: [value_outputs(m, b)])
     rows = [list(range(BATCH))] if rank == 0 else [[]]
     figures = learner.update(
         rollout, [*map(rollout.places, rows)], fields(rollout), value_objective, step=1, epochs=1
@@ -486,7 +482,7 @@ def warm_rank(rank, folder):
         return policy_objective(model, batch, given)
 
     learner.warm_up(
-        outputs, objective, fields=2, columns=lambda _, zeros: {"old": zeros, "advantages": zeros}
+        outputs, objective, columns=lambda _, zeros: {"old": zeros, "advantages": zeros}
     )
     after = full_weights(learner)
     return passes, all(torch.equal(before[name], after[name]) for name in before)
@@ -535,11 +531,11 @@ def compiled_rank(rank, folder, backend):
     def run(model, batch):
         return outputs(model, batch, entropy=True)
 
-    learner.warm_up(run, objective, fields=2, columns=lambda *_: {})
+    learner.warm_up(run, objective, columns=lambda *_: {})
     warm = graphs.frame_count
     for rows in (range(2), range(3, BATCH), range(5)):
         rollout = Rollout(samples(rows))
-        learner.runner.forward(model, rollout, run, fields=2)
+        learner.runner.forward(model, rollout, run)
         learner.update(rollout, [rollout.places(rollout.rows)], {}, objective, step=1, epochs=1)
     return warm, graphs.frame_count - warm
 

@@ -270,7 +270,7 @@ def act_rank(group: Group) -> tuple:
     def update(step: int) -> dict[str, Any]:
         # that the policy waits is said to one rank alone
         waits = step == 1 and rank == 1
-        return metrics | policy.update(plans[step], rollout, logprobs, sent, waits=waits)
+        return metrics | policy.update(plans[step], rollout, logprobs, [sent], waits=waits)
 
     told = [update(1), update(2)]
     trained = [policy.trained]

@@ -143,6 +143,9 @@ class Piece:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
+    def places(self, length: int) -> torch.Tensor:
+        return torch.arange(length).chunk(2)[self.rank]
+
     def join(self, own: torch.Tensor) -> torch.Tensor:
         """As if the first rank's numbers were known to the second."""
         if not self.rank:
@@ -168,6 +171,11 @@ def test_rows_are_cut_over_a_set_and_joined_in_order():
         assert part.chosen.tolist() == whole.before.tolist()
         found = part.join(part.responses.float())
     assert found.tolist() == whole.responses.tolist()
+    columns = torch.stack([whole.responses, -whole.responses], 1)
+    for part in parts:
+        assert part.cut(columns)[:, 0].tolist() == part.responses.tolist()
+        pairs = part.join(part.cut(columns))
+    assert pairs.tolist() == columns.tolist() == whole.cut(columns).tolist()
 
 
 def test_a_forward_pass_without_rows_has_no_response_tokens():

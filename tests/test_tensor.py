@@ -154,9 +154,7 @@ def case_rank(folders, runtime, role, packed, cases):
         for weight, parameter in learner.sharded().items():
             due = before[weight][bounds(learner.model, weight, parameter)]
             assert torch.equal(local(parameter).view_as(due), due)
-        (out,) = learner.runner.forward(
-            learner.model, rollout, partial(outputs, kind=kind), fields=1
-        )
+        (out,) = learner.runner.forward(learner.model, rollout, partial(outputs, kind=kind))
         by_row = dict(zip(rollout.rows, [x.tolist() for x in rollout.split(out)], strict=True))
         found[case] = by_row, train(learner, kind), before, full_weights(learner)
     return found

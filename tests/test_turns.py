@@ -151,7 +151,6 @@ def trained(folder: Path, group: Group, kind: Kind, samples: list[Episode], *, p
     outs = runner.forward(
         model, rollout, 
         lambda m, b: OUTPUTS(m, b, entropy=True) if kind == "policy" else [value_outputs(m, b)],
-        fields=2 if kind == "policy" else 1,
     )  # fmt: skip
     (figures,) = learner.update(
         rollout, [rollout.places(rollout.rows)], fields(rollout.tokens), objective, step=1, epochs=1

@@ -535,6 +535,7 @@ def test_a_mask_in_place_of_a_clip_is_warned_of():
             "placement": placement,
             "device": torch.device("cpu"),
             "models": {},
+            "user_settings": (),
         }
         known["eos"] = {}
         found = warnings(cast(Any, SimpleNamespace(**known)))

@@ -28,6 +28,7 @@ from splitppo.algo.advantages import (
     turn_baseline,
     whiten,
 )
+from splitppo.algo.distillation import Divergence, buckets, divergence
 from splitppo.algo.losses import (
     STALENESS,
     Aggregate,
@@ -47,6 +48,7 @@ from splitppo.algo.losses import (
 __all__ = [
     "STALENESS",
     "Aggregate",
+    "Divergence",
     "KLKind",
     "Moments",
     "adaptive_lambda",
@@ -56,7 +58,9 @@ __all__ = [
     "bounded_logits",
     "bounded_value_loss",
     "bounded_values",
+    "buckets",
     "clamp_log_ratio",
+    "divergence",
     "entropy",
     "explained_variance",
     "gae",

@@ -6,16 +6,18 @@ the algorithm.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from splitppo.config.algorithm import (
     DataConfig,
+    DistillConfig,
     EnvConfig,
     PolicyConfig,
     PPOConfig,
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
+    TeacherConfig,
     ValueConfig,
 )
 from splitppo.config.algorithm import LoraConfig as LoraConfig
@@ -197,6 +199,8 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -244,14 +248,28 @@ class Config:
 
     @property
     def has_value(self) -> bool:
-        """Whether the run has a value model."""
-        return self.ppo.baseline == "value"
+        """Whether the run has a value model. One that a teacher alone leads has nothing to
+        value."""
+        return self.ppo.baseline == "value" and not (self.has_teacher and not self.has_rewards)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the policy follows a teacher."""
+        return bool(self.teacher.path or self.teacher.prompt_key)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether anything is rewarded or penalised."""
+        reward = self.reward
+        scored = reward.function != ("none",) or reward.model or self.has_env
+        penalties = reward.missing_eos_penalty, reward.overlong_tokens, self.ppo.kl_coef
+        return bool(scored or any(penalties))
 
     def set_shape(self, model: str) -> SetShape:
-        """The ranks that run the rows of a model together: `policy`, `value`, `reference` or
-        `reward`. Without a value model the critic's rows belong to one rank each."""
+        """The ranks that run the rows of a model together: `policy`, `value`, `reference`,
+        `reward` or `teacher`. Without a value model the critic's rows belong to one rank each."""
 
-        def cut(table: ValueConfig | ReferenceConfig | RewardConfig, unset: SetShape) -> SetShape:
+        def cut(table: Any, unset: SetShape) -> SetShape:
             return SetShape(
                 table.sequence_parallel or unset.sequence, table.tensor_parallel or unset.tensor
             )
@@ -264,4 +282,5 @@ class Config:
             "value": value,
             "reference": cut(self.reference, group),
             "reward": cut(self.reward, value),
+            "teacher": cut(self.teacher, value),
         }[model]

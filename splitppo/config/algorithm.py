@@ -92,6 +92,43 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A frozen model that the policy follows (on-policy distillation): the policy samples, and the
+    teacher says how likely each token is. The critic group holds it. `distill` says how it is
+    followed."""
+
+    path: str | None = None
+    """Folder or hub name of a causal language model with the policy's ids. Unset: no teacher; with
+    `prompt_key`: the policy before training."""
+    prompt_key: str | None = None
+    """Column of the prompt that the teacher reads in place of the policy's, such as one with the
+    answer. Rendered as `data.prompt_key`. Unset: the policy's prompt."""
+    offload: bool = False
+    """Keep the teacher's shards in pinned host memory between uses."""
+    tensor_parallel: int | None = None
+    """Ranks that share each of the teacher's layers. Unset: as many as the value model's. Its sets
+    have a multiple of the ranks of the value model's."""
+    sequence_parallel: int | None = None
+    """Ranks that share each of the teacher's rows. Unset: as many as the value model's."""
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """How the policy follows the teacher."""
+
+    coef: float = 0.3
+    """c. Each sampled token's whitened advantage gets c (d - mean of d over the batch), where d is
+    the teacher's log-prob less the policy's old one. With `top_k`: weight of the divergence in the
+    policy's loss."""
+    top_k: int = 0
+    """The teacher sends its k most likely tokens, and the policy's loss has a divergence over these
+    and all others as one, in place of the advantages' part. 8 is enough. 0: off."""
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    """With `top_k`. `forward`: KL(teacher || policy). `reverse`: KL(policy || teacher). `jsd`: the
+    mean of both sides' KL to their mixture."""
+
+
+@dataclass(frozen=True)
 class ValueConfig:
     """The value model: a causal language model's body with a scalar head."""
 
@@ -258,9 +295,10 @@ class RewardConfig:
     function: tuple[str, ...] = ("auto",)
     """`exact_match`, `last_number`, `gsm8k`, `gsm8k_flexible`, `math`, or `path/to/file.py:name`.
     `auto`: by the row's data_source. `none`: no function; the reward model, the environment or both
-    score a row. A function of a file takes (data_source, solution_str, ground_truth, extra_info),
-    perhaps prompt and messages, and may be async. It returns a number, or a dict with `score` and
-    more numbers, which become metrics, and perhaps with `spans`: rewards on the way."""
+    score a row, or a teacher alone leads, and then there is no value model. A function of a file
+    takes (data_source, solution_str, ground_truth, extra_info), perhaps prompt and messages, and
+    may be async. It returns a number, or a dict with `score` and more numbers, which become
+    metrics, and perhaps with `spans`: rewards on the way."""
     weights: tuple[float, ...] = ()
     """Weight of each function in the score. Empty: 1 each."""
     workers: int = 1

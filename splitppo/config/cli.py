@@ -20,7 +20,7 @@ from splitppo.errors import UserError, check_text
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = (
     *("run_dir", "resume", "policy.path", "reference.path", "value.path", "reward.model"),
-    *("policy.lora.path", "value.lora.path"),
+    *("teacher.path", "policy.lora.path", "value.lora.path"),
     *("data.files", "data.validation_files", "rollout.lengths"),
     *("reward.function", "reward.validation", "env.path", "env.tools"),
 )

@@ -91,11 +91,57 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
     ]
 
 
+def of_teacher(config: Config) -> list[tuple[object, str]]:
+    """Whether settings of a teacher contradict each other or other settings, and what is said
+    then."""
+    teacher = config.teacher
+    distill = config.distill
+    unused = {"teacher": (teacher, type(teacher)()), "distill": (distill, type(distill)())}
+    return [
+        *(
+            (
+                not config.has_teacher and getattr(table, name) != default,
+                f"{owner}.{name}={getattr(table, name)}: there is no teacher; set teacher.path, or "
+                f"unset {owner}.{name}",
+            )
+            for owner, (table, plain) in unused.items()
+            for name, default in vars(plain).items()
+        ),
+        (
+            distill.divergence != "forward" and not distill.top_k,
+            f"distill.divergence={distill.divergence} is of the teacher's likeliest tokens, and "
+            "none are sent; set distill.top_k 8",
+        ),
+        (
+            teacher.prompt_key and config.has_env,
+            f"teacher.prompt_key={teacher.prompt_key}: an environment (env.path, env.tools, "
+            "data.task=guess) writes the prompts, and the teacher reads them; unset one",
+        ),
+        (
+            teacher.prompt_key and not config.data.files,
+            f"teacher.prompt_key={teacher.prompt_key} is a column of data.files, and there are "
+            "none; name some",
+        ),
+        *(
+            (
+                config.ppo.baseline == "value" and not config.has_value and steps,
+                f"{name}={steps}: nothing is rewarded, so there is no value model to wait for; "
+                f"unset {name}",
+            )
+            for name, steps in (
+                ("value.pretrain_steps", config.value.pretrain_steps),
+                ("ppo.critic_warmup", config.ppo.critic_warmup),
+            )
+        ),
+    ]
+
+
 def of_sets(config: Config) -> Iterator[tuple[object, str]]:
     """Contradictions, as in rules.py."""
     groups = {
         "reference": "policy" if config.placement.reference == "actor" else "value",
         "reward": "value",
+        "teacher": "value",
     }
     for model, group in groups.items():
         shape = config.set_shape(model)

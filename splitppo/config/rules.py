@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config
-from splitppo.config.optional import of_adapters, of_environments, of_sets
+from splitppo.config.optional import of_adapters, of_environments, of_sets, of_teacher
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, unique_names
 
@@ -23,8 +23,9 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         ppo.value_epochs ppo.value_mini_batches reference.sequence_parallel
         reference.tensor_parallel reward.sequence_parallel reward.tensor_parallel reward.workers
         rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
-        rollout.max_prompt_tokens rollout.samples steps value.layers value.pretrain_epochs
-        value.sequence_parallel value.tensor_parallel""",
+        rollout.max_prompt_tokens rollout.samples steps teacher.sequence_parallel
+        teacher.tensor_parallel value.layers value.pretrain_epochs value.sequence_parallel
+        value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -35,13 +36,13 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda v: v >= 0,
         "must be at least 0; 0 turns it off",
-        "rollout.top_k rollout.window policy.lora.rank value.lora.rank",
+        "distill.top_k rollout.top_k rollout.window policy.lora.rank value.lora.rank",
     ),
     (lambda v: 0 <= v <= 10**9, f"must lie between 0 and {10**9}", "timeout"),
     (
         lambda v: v > 0,
         "must be above 0",
-        """env.timeout policy.lora.alpha policy.optim.eps ppo.clip_high ppo.clip_low
+        """distill.coef env.timeout policy.lora.alpha policy.optim.eps ppo.clip_high ppo.clip_low
         ppo.importance_cap ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout
         value.lora.alpha value.optim.eps""",
     ),
@@ -111,7 +112,10 @@ def check(config: Config) -> None:
     for name, value in values.items():
         if isinstance(value, int | float) and value < 0 and name not in SIGNED:
             raise UserError(f"{name}={value} must be at least 0")
-    parts = (_of_job, _of_rollout, of_environments, _of_reward, _of_ppo, _of_critic, of_adapters)
+    parts = (
+        *(_of_job, _of_rollout, of_environments, of_teacher, _of_reward),
+        *(_of_ppo, _of_critic, of_adapters),
+    )
     for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
         raise UserError(message)
 
@@ -209,9 +213,12 @@ def _of_reward(config: Config) -> Contradictions:
     functions = config.reward.function
     return [
         (
-            functions == ("none",) and reward.model is None and not config.has_env,
-            "reward.function=none needs a reward.model or an environment, or nothing scores the "
-            "rows",
+            functions == ("none",)
+            and reward.model is None
+            and not config.has_env
+            and not config.has_teacher,
+            "reward.function=none needs a reward.model, an environment or a teacher, or nothing "
+            "scores the rows",
         ),
         (
             functions == ("none",)
@@ -318,7 +325,7 @@ def _of_critic(config: Config) -> Contradictions:
         ),
         *(
             (
-                not config.has_value and setting != default[name],
+                ppo.baseline != "value" and setting != default[name],
                 f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
             )
             for name, setting in leaves(asdict(config))
@@ -336,7 +343,8 @@ def _of_critic(config: Config) -> Contradictions:
         ),
         (
             not config.has_value and ppo.lam == "adaptive",
-            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values; use ppo.lam=1",
+            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values"
+            f"{' where nothing is rewarded' * (ppo.baseline == 'value')}; use ppo.lam=1",
         ),
         (
             ppo.baseline == "group" and samples == 1,

@@ -15,6 +15,7 @@ from splitppo.context import Context
 from splitppo.critic.baselines import Baseline, Estimate
 from splitppo.critic.calibration import summaries
 from splitppo.critic.pretraining import Pretraining
+from splitppo.critic.teacher import NoTeacher
 from splitppo.job.collectives import Group
 from splitppo.models.batching import dummy_rollout
 from splitppo.models.runner import Reference
@@ -38,6 +39,7 @@ class ScoredRows:
         refs: the reference's log-probs `[N]`, if the critic group holds it; else empty.
         spans: what of the scores was paid on the way, `[N]`, of each source. Where a reward said
             so of a row, `extra` has the number of its `spans`.
+        taught: what the teacher says of the tokens (`Teacher.read`).
     """
 
     rollout: Rollout
@@ -47,6 +49,7 @@ class ScoredRows:
     failures: list[tuple[int, Failure]]
     refs: Sequence[Tensor] = ()
     spans: Sequence[Tensor] = ()
+    taught: Sequence[Tensor] = ()
 
     @property
     def totals(self) -> Tensor:
@@ -67,6 +70,7 @@ class Critic:
         scorer: Scorer,
         reward_model: RewardModel | None,
         reference: Reference | None = None,
+        teacher: NoTeacher | None = None,
         pretrained: Callable[[], object] = lambda: None,
     ):
         self.context = context
@@ -77,6 +81,7 @@ class Critic:
         self.pretraining = Pretraining(context, pretrained)
         self.reward_model = reward_model
         self.reference = reference
+        self.teacher = teacher or NoTeacher()
         self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
@@ -89,6 +94,8 @@ class Critic:
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
         self.baseline.warm_up()
+        self.teacher.read(dummy_rollout())
+        self.teacher.release_memory()
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -106,6 +113,7 @@ class Critic:
         `pending`: what `submit` returned for them."""
         values = self.baseline.values(rollout)
         refs = [self.reference.logprobs(rollout)] if self.reference else []
+        taught = self.teacher.read(rollout)
         scores = torch.zeros(len(rollout.rows))
         extra: dict[str, list[float]] = {}
         failures: list[tuple[int, Failure]] = []
@@ -123,12 +131,13 @@ class Critic:
                 extra.setdefault("spans", []).append(float(len(result.spans)))
         scores = scores + torch.tensor([result.score for result in results])
         paid = place_spans(rollout, [result.spans or [] for result in results], self.context.decode)
-        return ScoredRows(rollout, values, scores, extra, failures, refs, [paid])
+        return ScoredRows(rollout, values, scores, extra, failures, refs, [paid], taught)
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next
         turn."""
-        for model in filter(None, (self.reward_model, self.reference, *self.learners)):
+        models = (self.reward_model, self.reference, *self.learners, self.teacher)
+        for model in filter(None, models):
             model.release_memory()
 
     def advantages(self, step: int, scored: ScoredRows, logprobs: Sequence[Tensor]) -> Estimate:
@@ -146,7 +155,8 @@ class Critic:
         kl_sum, rows, tokens, with_spans = self.group.all_sum(sums).tolist()
         metrics: dict[str, Any] = {"critic/kl_coef": self.kl.coef}
         if not rows:  # none has ended in this step
-            return Estimate(torch.zeros(0), torch.zeros(0), metrics)
+            nothing = Estimate(torch.zeros(0), torch.zeros(0), metrics)
+            return self.teacher.lead(nothing, rollout, old, scored.taught)
         metrics |= {"critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         first = not self.past_scores.count
@@ -172,13 +182,14 @@ class Critic:
         metrics |= self._summaries(scored, rewards, estimate) | estimate.metrics
         (moments,) = algo.all_moments(self.group.all_gather, [estimate.advantages])
         white = algo.whiten(estimate.advantages, moments)
-        return replace(
+        estimate = replace(
             estimate,
             advantages=white if self.context.config.ppo.whiten else estimate.advantages,
             metrics=metrics,
             columns={"advantage": estimate.advantages, "reward": rewards, **estimate.columns},
             waits=waits,
         )
+        return self.teacher.lead(estimate, rollout, old, scored.taught)
 
     def _rewards(self, scored: ScoredRows, kl: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
         """`[N]`: the rewards of turns, each at its turn's last token; those of spans; at the row's
@@ -285,7 +296,7 @@ def join(parts: Sequence[ScoredRows]) -> ScoredRows:
         pieces = [
             piece for part, x in zip(parts, tensors, strict=True) for piece in part.rollout.split(x)
         ]
-        return pack(pieces, places)
+        return pack(pieces, places, tensors[0][:0])
 
     scores = torch.cat([part.scores for part in parts])[torch.tensor(places).long().argsort()]
     extra = {
@@ -296,4 +307,5 @@ def join(parts: Sequence[ScoredRows]) -> ScoredRows:
     values = packed([part.values for part in parts])
     refs = [packed(tensors) for tensors in zip(*(part.refs for part in parts), strict=True)]
     spans = [packed(tensors) for tensors in zip(*(part.spans for part in parts), strict=True)]
-    return ScoredRows(rollout, values, scores, extra, failures, refs, spans)
+    taught = [packed(tensors) for tensors in zip(*(part.taught for part in parts), strict=True)]
+    return ScoredRows(rollout, values, scores, extra, failures, refs, spans, taught)

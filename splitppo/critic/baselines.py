@@ -31,6 +31,7 @@ class Estimate:
         returns: `[N]`, rewards-to-go or the value model's targets.
         metrics: of the whole batch.
         columns: `[N]` by name, for figures and RUN/samples.
+        likeliest: what a teacher says beside the sampled tokens' log-probs (`Teacher.read`).
         waits: whether the policy is not updated in this step. False in a step without rows,
             which needs no advantages.
     """
@@ -39,7 +40,13 @@ class Estimate:
     returns: Tensor
     metrics: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
+    likeliest: Sequence[Tensor] = ()
     waits: bool = False
+
+    @property
+    def signals(self) -> list[Tensor]:
+        """What the actor group gets of each token, `[N, ...]` each."""
+        return [self.advantages, *self.likeliest]
 
 
 class Baseline:
@@ -148,14 +155,11 @@ class Values(Baseline):
 
     def warm_up(self) -> None:
         self.learner.warm_up(
-            _outputs,
-            self._objective,
-            fields=1,
-            columns=lambda _, zeros: {"old": zeros, "returns": zeros},
+            _outputs, self._objective, columns=lambda _, zeros: {"old": zeros, "returns": zeros}
         )
 
     def values(self, rollout: Rollout) -> Tensor:
-        return self.learner.forward(rollout, _outputs, fields=1)[0]
+        return self.learner.forward(rollout, _outputs)[0]
 
     def estimate(
         self,

@@ -38,17 +38,9 @@ def quality(
     rows = torch.tensor([cut or not e.is_unfinished for e in rollout.episodes], dtype=torch.bool)
     # an update will say what is wrong with values that are not finite
     counted = rows.repeat_interleave(sizes) & values.isfinite()
-    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, lengths)])
-    octave = (position + 1).double().log2().long()
-    turn = rollout.turns()
-    longest = [int(place.max()) + 1 if len(place) else 0 for place in (octave, turn)]
-    octaves, most = group.all_max(longest)
-    masks = {f"token_{2**k}" if k else "first": octave == k for k in range(octaves)}
-    if most > 1:
-        masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     errors = targets - values
     every = {"critic/vf_explained_var": torch.ones_like(counted)}
-    every |= {f"critic/explained/{place}": at for place, at in masks.items()}
+    every |= {f"critic/explained/{place}": at for place, at in places(rollout, group).items()}
     figures = [x[counted & at] for at in every.values() for x in (targets, errors)]
     moments = algo.all_moments(group.all_gather, figures)
     metrics: dict[str, Any] = {
@@ -58,6 +50,20 @@ def quality(
     # the errors at the first token, behind those of all tokens
     metrics["critic/first_value_error"] = -float(moments[3].mean)
     return metrics | {"critic/calibration": _calibration(values[counted], targets[counted], group)}
+
+
+def places(rollout: Rollout, group: Group) -> dict[str, Tensor]:
+    """Place of a row, as `quality` counts them -> whether a token is there, `[N]`; the same places
+    on all ranks of the group, which all call it."""
+    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.episode_lengths)])
+    octave = (position + 1).double().log2().long()
+    turn = rollout.turns()
+    longest = [int(place.max()) + 1 if len(place) else 0 for place in (octave, turn)]
+    octaves, most = group.all_max(longest)
+    masks = {f"token_{2**k}" if k else "first": octave == k for k in range(octaves)}
+    if most > 1:
+        masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
+    return masks
 
 
 def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:

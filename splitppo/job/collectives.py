@@ -155,11 +155,11 @@ def ranks_of(model: Any) -> ModelSet:
 
 
 def all_gather(values: Tensor, group: Any) -> Tensor:
-    """What all ranks of a process group have, `[ranks, n]`; each has a tensor `[n]`."""
+    """What all ranks of a process group have, `[ranks, n, ...]`; each has a tensor `[n, ...]`."""
     ranks = dist.get_world_size(group)
-    gathered = values.new_empty(ranks * len(values))
+    gathered = values.new_empty(ranks * len(values), *values.shape[1:])
     dist.all_gather_into_tensor(gathered, values, group=group)
-    return gathered.view(ranks, len(values))
+    return gathered.view(ranks, *values.shape)
 
 
 class GroupMaker:

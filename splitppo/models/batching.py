@@ -12,7 +12,7 @@ from torch import Tensor
 from splitppo.models.sequence import SequenceSet
 from splitppo.rollout import IDS, LOGPROBS, Episode, Rollout, Segment
 
-Fields = dict[str, Tensor]  # packed per-token tensors `[N]` by name
+Fields = dict[str, Tensor]  # packed per-token tensors `[N, ...]` by name
 MiniBatches = Sequence[Sequence[int]]  # of each mini-batch, its episodes' places in a rollout
 Cut = list[list[int]]  # micro-batches, as indices of rows
 ROUND = 64  # a packed micro-batch has a multiple of this many tokens
@@ -26,7 +26,7 @@ class MicroBatch:
 
     Where the ranks of a set run the rows together, the ids are a piece of all, and `before` and
     `responses` are of the response tokens that were chosen in it. What is computed of them becomes
-    whole by `join`."""
+    whole by `join`; `cut` is the inverse."""
 
     # the model's arguments; `input_ids` are int64, `[1, L]` if packed, `[B, L]` if padded
     inputs: dict[str, Any]
@@ -35,6 +35,7 @@ class MicroBatch:
     lengths: Tensor  # `[B]` int64, the response tokens of each row
     chosen: Tensor  # `[N]` int64, as `before`, in the ids of all ranks of the set
     sequence: SequenceSet | None = None
+    here: Tensor | None = None  # which of `chosen` are in this rank's piece, if there are pieces
 
     @property
     def tokens(self) -> int:
@@ -42,14 +43,19 @@ class MicroBatch:
         return self.inputs["input_ids"].numel() * (self.sequence.size if self.sequence else 1)
 
     def join(self, piece: Tensor) -> Tensor:
-        """What is computed of this rank's response tokens, as `before`, to `[N]` of all."""
+        """What is computed of this rank's response tokens, as `before`, to `[N, ...]` of all."""
         if self.sequence is None:
             return piece
         length = self.inputs["input_ids"].shape[1]
-        return self.whole(piece.new_zeros(length).index_copy(0, self.before, piece))[self.chosen]
+        ids = piece.new_zeros(length, *piece.shape[1:])
+        return self.whole(ids.index_copy(0, self.before, piece))[self.chosen]
+
+    def cut(self, column: Tensor) -> Tensor:
+        """`[N, ...]` of all response tokens to those of this rank's."""
+        return column if self.here is None else column[self.here]
 
     def whole(self, piece: Tensor) -> Tensor:
-        """`[L]` of the ids to a tensor of all ranks' ids."""
+        """`[L, ...]` of the ids to a tensor of all ranks' ids."""
         return self.sequence.join(piece) if self.sequence else piece
 
 
@@ -75,16 +81,17 @@ def micro_batch(
     responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
     lengths = torch.tensor([len(places) for places in sampled])
     before = chosen
+    here = None
     if sequence:
         length = inputs["input_ids"].shape[1]
         places = sequence.places(length)
         for name in ("input_ids", "position_ids"):
             inputs[name] = inputs[name][:, places]
         # of all tokens, where each is among this rank's; -1: with another rank
-        here = torch.full((length,), -1).index_copy(0, places, torch.arange(len(places)))
-        before = here[chosen]
-        responses = responses[before >= 0]
-        before = before[before >= 0]
+        among = torch.full((length,), -1).index_copy(0, places, torch.arange(len(places)))
+        here = (among[chosen] >= 0).nonzero().flatten()
+        before = among[chosen[here]]
+        responses = responses[here]
         inputs["sequence"] = sequence
     return MicroBatch(
         {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},
@@ -93,6 +100,7 @@ def micro_batch(
         lengths=to_device(lengths, device),
         chosen=to_device(chosen, device),
         sequence=sequence,
+        here=None if here is None else to_device(here, device),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from splitppo.models.batching import MicroBatch
 LOGIT_PIECE = 2048  # tokens whose float32 logits exist at once
 Measure = Callable[
     [Tensor, Tensor], tuple[Tensor, ...]
-]  # (logits `[1, n, V]`, tokens `[1, n]`) -> `[1, n]` each
+]  # (logits `[1, n, V]`, tokens `[1, n, m]`) -> `[1, n, ...]` each
 
 
 class PolicyModel(nn.Module):
@@ -42,11 +42,11 @@ class PolicyModel(nn.Module):
         self.after_body = rest.forward
 
     def forward(self, at: Tensor, tokens: Tensor, measure: Measure, **inputs: Any) -> list[Tensor]:
-        """What `measure` finds, `[N]` each.
+        """What `measure` finds, `[N, ...]` each.
 
         Args:
             at: `[N]`, where in the flattened ids each token was chosen.
-            tokens: `[N]`, the tokens that were chosen there.
+            tokens: `[N, m]`, the token that was chosen there, perhaps others behind it.
         """
         body = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)
         kind = type(body)
@@ -151,18 +151,46 @@ class PolicyOutputs:
         self, model: nn.Module, batch: MicroBatch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[N]` float32; without `entropy` the latter are 0."""
-        # a tensor: to the compiler a number would be a computation on the CPU
-        temperature = torch.full((), self.temperature, device=batch.before.device)
-        measure = partial(self._measure, temperature=temperature, entropy=entropy)
-        logprobs, entropies = model(batch.before, batch.responses, measure, **batch.inputs)
-        return batch.join(logprobs), batch.join(entropies)
+        targets = batch.responses[:, None]
+        logprobs, entropies, _ = self._run(model, batch, targets, token_outputs, entropy=entropy)
+        return logprobs[:, 0], entropies
 
-    def _measure(self, logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        if not self.compiled or targets.numel() < 2:
-            return token_outputs(logits, targets, vocabulary=self.vocabulary, **options)
-        for tensor in (logits, targets):
-            maybe_mark_dynamic(tensor, 1)
-        return _compiled()(logits, targets, vocabulary=self.vocabulary, **options)
+    def beside(
+        self, model: nn.Module, batch: MicroBatch, ids: Tensor, *, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As a call; then the log-probs of other tokens, `ids` `[N, k]`, that could have been
+        chosen; `[N]` the highest log-prob of all, without gradient."""
+        targets = torch.cat([batch.responses[:, None], batch.cut(ids)], 1)
+        logprobs, entropies, highest = self._run(
+            model, batch, targets, token_outputs, entropy=entropy
+        )
+        return logprobs[:, 0], entropies, logprobs[:, 1:], highest
+
+    def likeliest(self, model: nn.Module, batch: MicroBatch, *, k: int) -> list[Tensor]:
+        """Log-probs `[N]`; the k most likely tokens, `[N, k]` int32; their log-probs and that of
+        all others together, `[N, k + 1]` float16."""
+        return self._run(model, batch, batch.responses[:, None], likeliest_outputs, k=k)
+
+    def _run(
+        self,
+        model: nn.Module,
+        batch: MicroBatch,
+        targets: Tensor,
+        outputs: Callable[..., tuple[Tensor, ...]],
+        **options: Any,
+    ) -> list[Tensor]:
+        # a tensor: to the compiler a number would be a computation on the CPU
+        options["temperature"] = torch.full((), self.temperature, device=batch.before.device)
+        options["vocabulary"] = self.vocabulary
+
+        def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+            if not self.compiled or targets.shape[1] < 2:
+                return outputs(logits, targets, **options)
+            for tensor in (logits, targets):
+                maybe_mark_dynamic(tensor, 1)
+            return _compiled(outputs)(logits, targets, **options)
+
+        return [*map(batch.join, model(batch.before, targets, measure, **batch.inputs))]
 
 
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -187,13 +215,29 @@ def last_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 def token_outputs(
     logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Logits `[..., V]`, targets `[...]`, temperature `[]` -> log-probs of the targets, entropies;
-    `[...]` float32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits `[..., V]`, targets `[..., m]`, temperature `[]` -> log-probs of the targets
+    `[..., m]`; entropies, the highest log-probs, `[...]`; float32. What nobody asks for is 0: the
+    latter are for several targets."""
     scaled = logits[..., :vocabulary].float() / temperature
-    chosen = scaled.gather(-1, targets[..., None]).squeeze(-1)
-    logprobs = chosen - scaled.logsumexp(-1)
-    return logprobs, algo.entropy(scaled) if entropy else torch.zeros_like(logprobs)
+    total = scaled.logsumexp(-1)
+    nothing = torch.zeros_like(total)
+    highest = (scaled.amax(-1) - total).detach() if targets.shape[-1] > 1 else nothing
+    entropies = algo.entropy(scaled) if entropy else nothing
+    return scaled.gather(-1, targets) - total[..., None], entropies, highest
 
 
-_compiled = cache(lambda: torch.compile(token_outputs))  # once for the policy and the reference
+def likeliest_outputs(
+    logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `PolicyOutputs.likeliest` has them, of logits `[..., V]` and targets `[..., 1]`."""
+    scaled = logits[..., :vocabulary].float() / temperature
+    total = scaled.logsumexp(-1, keepdim=True)
+    highest, ids = scaled.topk(k)
+    chosen = scaled.gather(-1, targets)
+    buckets = algo.buckets(highest - total)
+    lowest = torch.finfo(torch.float16).min
+    return (chosen - total).squeeze(-1), ids.int(), buckets.clamp(min=lowest).half()
+
+
+_compiled = cache(torch.compile)  # once for the policy and the reference

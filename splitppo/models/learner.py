@@ -87,10 +87,10 @@ class Learner:
         `HostShards`."""
         self.shards.release(changed=changed)
 
-    def forward(self, rollout: Rollout, outputs: Outputs, *, fields: int) -> list[Tensor]:
+    def forward(self, rollout: Rollout, outputs: Outputs) -> list[Tensor]:
         """`Runner.forward` of the model. Its weights stay on the device."""
         self.shards.fetch()
-        return self.runner.forward(self.model, rollout, outputs, fields=fields)
+        return self.runner.forward(self.model, rollout, outputs)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """AdamW's state of a parameter: the tensors themselves, not copies."""
@@ -109,13 +109,12 @@ class Learner:
         outputs: Outputs,
         objective: Objective,
         *,
-        fields: int,
         columns: Callable[[Rollout, Tensor], Fields],
     ) -> None:
-        """Compiles what a step runs, over dummy rows. `fields` is the number of `outputs`;
-        `columns` gives what the objective needs of a rollout and of zeros `[N]`."""
+        """Compiles what a step runs, over dummy rows. `columns` gives what the objective needs of a
+        rollout and of zeros `[N]`."""
         rollout = dummy_rollout(min(self.runner.budget, 4096))
-        self.forward(rollout, outputs, fields=fields)
+        self.forward(rollout, outputs)
         batch = self.runner.micro_batch(self.model, rollout.episodes)
         by_name = columns(rollout, torch.zeros(rollout.tokens))
         loss, _ = objective(
@@ -142,7 +141,7 @@ class Learner:
         Args:
             mini_batches: the places of this rank's rows of each mini-batch. A mini-batch that is
                 empty on all ranks is no step.
-            fields: packed tensors `[N]` that the objective needs.
+            fields: packed tensors `[N, ...]` that the objective needs.
 
         Returns:
             For each optimizer step, over the whole mini-batch: `loss`, `grad_norm` before clipping,
@@ -156,7 +155,9 @@ class Learner:
         rollout, mini_batches, fields = self.runner.balance(
             self.model, rollout, mini_batches, fields
         )
-        pieces = {name: packed.split(rollout.sequence_lengths) for name, packed in fields.items()}
+        lengths = rollout.sequence_lengths
+        # behind those of the rows what none of them is
+        pieces = {name: packed.split([*lengths, 0]) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
         tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
         busiest = sum(self.runner.group.all_max(tokens))
@@ -267,9 +268,7 @@ class Learner:
             episodes = [rollout.episodes[i] for i in rows]
             batch = self.runner.micro_batch(self.model, episodes)
             fields = {
-                name: to_device(
-                    torch.cat([torch.zeros(0), *(tensors[i] for i in rows)]), self.runner.device
-                )
+                name: to_device(torch.cat([tensors[i] for i in (*rows, -1)]), self.runner.device)
                 for name, tensors in pieces.items()
             }
             loss, metrics = objective(self.model, batch, fields)

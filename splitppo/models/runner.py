@@ -25,7 +25,8 @@ from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.sequence import sequence_of
 from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors, pack
 
-Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]  # (model, rows) -> `[N]` tensors
+# (model, rows) -> `[N, ...]` tensors
+Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,26 @@ class Runner:
     budget: int
 
     @torch.no_grad()
-    def forward(
-        self, model: nn.Module, rollout: Rollout, outputs: Outputs, *, fields: int
-    ) -> list[Tensor]:
+    def forward(self, model: nn.Module, rollout: Rollout, outputs: Outputs) -> list[Tensor]:
         """Runs the model over this rank's rows. All ranks of the group must call it, even those
-        without rows. Returns packed tensors `[N]`, float32 on the CPU, as many as `fields`."""
+        without rows. Returns the `outputs` of all response tokens, packed, on the CPU."""
         (cut,) = self.cut(model, [rollout.totals])
+        # where no rank has rows, a dummy shows what the outputs are
+        cut = cut or [[]]
         computed = []
         for places in cut:
             batch = self.micro_batch(model, [rollout.episodes[place] for place in places])
-            computed.append([out.float() for out in outputs(model, batch)])
-        pieces: list[list[Tensor]] = [[] for _ in range(fields)]
+            computed.append(outputs(model, batch))
+        pieces: list[list[Tensor]] = [[] for _ in computed[0]]
         # in a loop of its own: reading a result waits for the GPU, which would then be idle
         for places, outs in zip(cut, computed, strict=True):
             lengths = [rollout.sequence_lengths[place] for place in places]
             for field, out in zip(pieces, outs, strict=True):
                 field += out.cpu().split(lengths)
-        return [pack(field, chain(*cut)) for field in pieces]
+        return [
+            pack(field, chain(*cut), out[:0].cpu())
+            for field, out in zip(pieces, computed[0], strict=True)
+        ]
 
     def micro_batch(self, model: nn.Module, episodes: Sequence[Episode]) -> MicroBatch:
         """The rows in the form that the model takes."""
@@ -87,7 +91,7 @@ class Runner:
         """Spreads the rows of each mini-batch over the group's ranks, all of which must call it, so
         that all have about equal work. All learn the rows' lengths; a row itself goes to the rank
         that trains on it alone. `mini_batches` are places in the rollout, `fields` packed tensors
-        `[N]` float32. Returns what this rank trains on, in the form of the arguments; the episodes
+        `[N, ...]`. Returns what this rank trains on, in the form of the arguments; the episodes
         have no log-probs."""
         group = self.group
         if group.dp_size == 1:
@@ -137,15 +141,16 @@ class Frozen:
         self.shards = shards or (HostShards(model, runner.device) if offload else Offloaded())
         self.release_memory()
 
-    def run(self, episodes: Sequence[Episode], *, fields: int) -> Tensor:
-        """The first of the outputs (`Runner.forward`) of these rows, in their order, packed. All
-        ranks of the group must call it. The model runs also the rows of the other ranks with which
-        it shares layers."""
+    def run(self, episodes: Sequence[Episode]) -> list[Tensor]:
+        """The outputs (`Runner.forward`) of these rows, in their order, packed. All ranks of the
+        group must call it. The model runs also the rows of the other ranks with which it shares
+        layers."""
         peers = ranks_of(self.model).peers
         whole = Rollout(exchange_rows(peers, [episodes] * peers.dp_size) if peers else episodes)
         self.shards.fetch()
-        first, *_ = self.runner.forward(self.model, whole, self.outputs, fields=fields)
-        return whole.select(first, whole.places(episode.row for episode in episodes))
+        computed = self.runner.forward(self.model, whole, self.outputs)
+        places = whole.places(episode.row for episode in episodes)
+        return [whole.select(out, places) for out in computed]
 
     def release_memory(self) -> None:
         """With `offload`, gives back the shards' memory on the device."""
@@ -160,4 +165,4 @@ class Reference(Frozen):
         """`[N]` log-probs of the response tokens. All ranks of the group must call it, even those
         without rows."""
         with adapters_off(self.model):
-            return self.run(rollout.episodes, fields=2)
+            return self.run(rollout.episodes)[0]

@@ -52,8 +52,9 @@ class SequenceSet:
         return _exchange(states, self.name, self.size, False)
 
     def join(self, values: Tensor) -> Tensor:
-        """`[L]` of each rank's tokens to `[size * L]` of all. Each rank computes the same of it, so
-        each has the whole gradient of its own part: nothing is sent in the backward pass."""
+        """`[L, ...]` of each rank's tokens to `[size * L, ...]` of all. Each rank computes the same
+        of it, so each has the whole gradient of its own part: nothing is sent in the backward
+        pass."""
         parts = list(all_gather(values.detach(), self.group))
         parts[self.rank] = values
         return torch.cat(parts)

@@ -89,7 +89,7 @@ class RewardModel(Frozen):
             episode_of(episode.row, ids[:-1], ids[-1:])
             for episode, (ids, _) in zip(episodes, encoded, strict=True)
         ]
-        scores = self.run(texts, fields=1)
+        (scores,) = self.run(texts)
         wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
         failures = [
             (episode.row, Failure("reward model", "invalid", wrong.format(score)))
@@ -121,9 +121,8 @@ class RewardModel(Frozen):
             used = set(ids[mask].tolist())
             pad = model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
         ids = ids.masked_fill(~mask, pad)
-        return [
-            model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits[: len(batch.before), 0]
-        ]
+        logits = model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits
+        return [logits[: len(batch.before), 0].float()]
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:

@@ -13,6 +13,7 @@ from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.critic.baselines import Baseline, BoundedValues, Mean, Values
+from splitppo.critic.teacher import NoTeacher, Teacher
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows
 from splitppo.engine.hf import HFEngine
@@ -188,7 +189,7 @@ class Builder:
             say(f"engine: {line}")
 
     def critic(self) -> Critic:
-        """Value model, reward functions, reward model, reference."""
+        """Value model, reward functions, reward model, reference, teacher."""
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training, runner)
         baseline = self._baseline(runner)
@@ -199,6 +200,7 @@ class Builder:
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
+            teacher=self._teacher(runner),
             pretrained=lambda: [self._save_value(learner) for learner in baseline.learners],
         )
         self._warm_up(critic)
@@ -281,6 +283,11 @@ class Builder:
             self.outputs,
             offload=self.config.reference.offload,
         )
+
+    def _teacher(self, runner: Runner) -> NoTeacher:
+        if not self.config.has_teacher:
+            return NoTeacher()
+        return Teacher(self.context, self._model("teacher", runner), runner, self.outputs)
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from splitppo import data
-from splitppo.config import Config
+from splitppo.config import OF_VALUES, Config
 from splitppo.engine import build
 from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
@@ -121,6 +121,11 @@ def warnings(resolved: Resolved) -> list[str]:
             "ppo.kl_loss_coef are 0, or the policy's base is the reference)"
             for setting in ("path", "tensor_parallel", "sequence_parallel")
             if unused and (value := getattr(config.reference, setting))
+        ),
+        *(
+            f"{name} is not used: a teacher alone leads, without a value model"
+            for name in resolved.user_settings
+            if name.startswith(OF_VALUES) and not config.has_value
         ),
         *(
             f"{name}.optim.warmup_steps={optim.warmup_steps}: "

@@ -38,10 +38,10 @@ from splitppo.run.sources import absolute
 
 # settings that may change when a run resumes. What the longest prompt changes, the prompts show
 FREE = (
-    r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference)\.offload"
+    r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference|teacher)\.offload"
     r"|value\.share_base"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
-    r"|(reference|value|reward)\.(tensor|sequence)_parallel"
+    r"|(reference|value|reward|teacher)\.(tensor|sequence)_parallel"
     r"|reward\.(workers|timeout|model_offload)|env\.timeout"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.data import PromptSet
@@ -177,9 +179,10 @@ class Run:
         self.logs: dict[Role, ColumnLog] = {}
         self.writer = ThreadPoolExecutor(1, "samples")
         self.written: Future[None] | None = None  # the step's samples
-        # fields of the channel `logprobs`: the old ones, and the reference's if the actor group
-        # holds it
-        self.logprob_fields = 1 + (self.config.has_kl and resolved.role_of("reference") == "actor")
+        # of the channel `logprobs`, without rows: the old ones, and the reference's if the actor
+        # group holds it
+        both = self.config.has_kl and resolved.role_of("reference") == "actor"
+        self.logprob_columns = [torch.zeros(0)] * (1 + both)
         try:
             self.folder, self.lock, self.resumed = _begin_folder(resolved, runtime, prompts)
             # the step that it resumes after

@@ -83,7 +83,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         say(line)
     if config.dry_run:
         if launch.rank == 0:
-            print(dry_run(config, launch))
+            print(dry_run(config, launch, given_settings(argv)))
         return 0
     launch.check_nodes()
     device = pick_device(config, launch)
@@ -146,7 +146,7 @@ def use_expandable_segments(resolved: Resolved, rank: int) -> None:
     cast(Any, torch._C)._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def dry_run(config: Config, launch: Launch) -> str:
+def dry_run(config: Config, launch: Launch, user_settings: Sequence[str] = ()) -> str:
     """Settings, placement, models, data, and estimated memory a rank; needs no process group."""
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
@@ -157,7 +157,9 @@ def dry_run(config: Config, launch: Launch) -> str:
     local_world = world // config.nodes
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.compute.device == "auto" else config.compute.device)
-    resolved = _prepare(config, world, local_world, device, probe=True)
+    resolved = replace(
+        _prepare(config, world, local_world, device, probe=True), user_settings=user_settings
+    )
     # before what takes long: most mistakes are in here
     resolved, (training, validation) = load_data(resolved)
     gpu = memory.gpu_memory(resolved)

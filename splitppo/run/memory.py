@@ -188,6 +188,7 @@ def ways(resolved: Resolved) -> Iterator[tuple[str, Resolved]]:
         ("placement.reference", other, True),
         ("reference.offload", True, True),
         ("reward.model_offload", True, True),
+        ("teacher.offload", True, True),
         *((f"{name}.offload", "optimizer", offloads[name] != "all") for name in TRAINED),
         *((f"{name}.offload", "all", offloads[name] == "optimizer") for name in TRAINED),
         ("engine.tensor_parallel", engine, resolved.engine == "vllm" and actors % engine == 0),

@@ -15,7 +15,7 @@ from splitppo.errors import UserError
 from splitppo.models import build, lora, tiny, weights
 from splitppo.models.cost import Counts
 from splitppo.models.probe import find_mismatch
-from splitppo.models.tokenizer import find_differences, has_tokenizer, read_tokenizer
+from splitppo.models.tokenizer import eos_ids, find_differences, has_tokenizer, read_tokenizer
 from splitppo.models.trainable import NotTrained, Trainable, Whole, count
 from splitppo.run.folder import fingerprint
 from splitppo.run.sources import model_paths
@@ -25,6 +25,7 @@ KINDS: Mapping[str, build.Kind] = {
     "reference": "policy",
     "value": "value",
     "reward": "reward",
+    "teacher": "policy",
 }
 TRAINED = ("policy", "value")
 
@@ -133,6 +134,11 @@ def check_sizes(
     """Raises UserError if a model can't read the policy's token ids, or rows as long as they may
     become. `longest`: tokens of the longest prompt, where `rollout.max_prompt_tokens` is unset; at
     least 1 as long as no data are read."""
+    if config.distill.top_k > vocabulary:
+        raise UserError(
+            f"distill.top_k={config.distill.top_k} is more than the {vocabulary} tokens of the "
+            "policy's tokenizer; lower it"
+        )
     prompt = config.rollout.max_prompt_tokens or longest
     new = config.rollout.max_new_tokens
     context = config.rollout.max_context or 0
@@ -159,6 +165,22 @@ def check_sizes(
             )
 
 
+def _check_ends(tokenizer: Any, teacher: Model, ends: Collection[int], own_code: bool) -> None:
+    """Refuses a teacher that ends no response as the policy does: it would punish every row's
+    end."""
+    folder = None if teacher.path == "tiny" else Path(teacher.path)
+    if folder and has_tokenizer(teacher.path):
+        tokenizer = read_tokenizer(teacher.path, own_code=own_code)
+    others = eos_ids(teacher.config, tokenizer, folder)
+    if {*ends}.isdisjoint(others):
+        here, there = (tokenizer.convert_ids_to_tokens(sorted(each)) for each in (ends, others))
+        raise UserError(
+            f"teacher.path={teacher.name}: its responses end in {', '.join(there) or 'no token'}, "
+            f"the policy's in {', '.join(here)}: it would punish every end; name a teacher with "
+            "the policy's end, or change its eos_token_id"
+        )
+
+
 def hold_against(
     tokenizer: Any, policy: Model, name: str, model: Model, ends: Collection[int], *, own_code: bool
 ) -> Model:
@@ -167,6 +189,8 @@ def hold_against(
     prompts must not hold it (`check_prompt_tokens`). A reward model may read texts."""
     if name == "reward" or model.random_init or model.path == policy.path:
         return model
+    if name == "teacher":
+        _check_ends(tokenizer, model, ends, own_code)
     setting = f"{name}.path={model.name}"
     if model.path != "tiny" and not has_tokenizer(model.path):
         facts = [(each.config.model_type, each.config.vocab_size) for each in (model, policy)]

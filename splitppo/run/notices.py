@@ -121,8 +121,9 @@ def silent(resolved: Resolved) -> set[str]:
     policy = resolved.models["policy"]
     reference = resolved.models.get("reference", policy)  # or its base; or there is no KL
     # another model, and no earlier state of the policy: to follow it is what is learned
-    is_teacher = reference.name != policy.name and (
-        unscored or reference.counts.parameters != policy.counts.parameters
+    is_teacher = config.has_teacher or (
+        reference.name != policy.name
+        and (unscored or reference.counts.parameters != policy.counts.parameters)
     )
     silenced = {
         "nothing": unscored,

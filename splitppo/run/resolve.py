@@ -45,7 +45,7 @@ class Resolved:
     dtype: torch.dtype  # of forward and backward passes
     compiled: bool  # whether layers are compiled
     engine: str  # `hf` or `vllm`
-    # that the run loads, by name: policy, value, perhaps reference and reward
+    # that the run loads, by name: policy, perhaps value, reference, reward and teacher
     models: Mapping[str, Model]
     tokenizer: Any  # the policy's
     vocabulary_size: int  # ids from 0 that the policy may sample
@@ -94,6 +94,7 @@ class Resolved:
             "value": config.value.offload,
             "reference": "all" if config.reference.offload else "none",
             "reward": "all" if config.reward.model_offload else "none",
+            "teacher": "all" if config.teacher.offload else "none",
         }
         return held[model]
 
@@ -166,7 +167,7 @@ def check_groups(resolved: Resolved) -> None:
         raise UserError(
             f"ppo.baseline={resolved.config.ppo.baseline} has no value model, so placement's "
             "critic ranks would hold no model; use placement.mode=colocated, or give them a "
-            "reward.model, or the reference of ppo.kl_coef (placement.reference=critic)"
+            "reward.model, a teacher, or the reference of ppo.kl_coef (placement.reference=critic)"
         )
     check_sets(resolved.config, resolved.placement, local_world=resolved.local_world)
     for name, model in resolved.models.items():

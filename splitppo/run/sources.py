@@ -59,6 +59,8 @@ def model_paths(config: Config) -> dict[str, str]:
         paths["reference"] = config.reference.path or config.policy.path
     if config.reward.model:
         paths["reward"] = config.reward.model
+    if config.has_teacher:
+        paths["teacher"] = config.teacher.path or config.policy.path
     return paths
 
 

@@ -81,7 +81,8 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
         sets=(config.set_shape("policy").size, config.set_shape("value").size),
     )
-    if not (config.has_value or config.reward.model):  # the critic group would hold no model
+    # the critic group would hold no model
+    if not (config.has_value or config.reward.model or config.has_teacher):
         choices = [split for split in choices if not split.critic or split.reference == "critic"]
     windows = window_advice(work, split, lengths, choices) if lengths else []
     free = idle_line(critic, config)

@@ -112,7 +112,7 @@ def run_case(options: argparse.Namespace) -> None:
     )
     fields = {name: torch.full((rollout.tokens,), -11.9) for name in ("old", "advantages")}
     works = {
-        "log-probs": lambda: learner.forward(rollout, partial(outputs, entropy=True), fields=2),
+        "log-probs": lambda: learner.forward(rollout, partial(outputs, entropy=True)),
         "update": lambda: learner.update(
             rollout,
             [rollout.places(rollout.rows)],

@@ -161,7 +161,7 @@ def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> 
     forward = seconds(
         runtime,
         options,
-        lambda: learner.runner.forward(learner.model, rollout, entropies, fields=2),
+        lambda: learner.runner.forward(learner.model, rollout, entropies),
         "forward",
     )
     if launch.rank == 0:

@@ -5,7 +5,7 @@ It imports nothing of the trainer. A row is one forward pass, without padding; a
 backward pass. Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016
 (GAE), Ye et al. 2020 (dual clip), Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW);
 of critics: VC-PPO (2503.01491), VAPO (2504.05118), SAO (2607.07508); Hu et al.
-2021 (LoRA).
+2021 (LoRA); Agarwal et al. 2024 (on-policy distillation, 2306.13649).
 """
 
 import re
@@ -30,6 +30,7 @@ class Row:
     rewards: list[float] = field(default_factory=list)
     answered: bool = False
     paid: list[float] = field(default_factory=list)  # of the score, by action, on the way
+    hint: list[int] | None = None  # the prompt that a teacher reads, if it is another
 
     @property
     def actions(self) -> list[int]:
@@ -91,6 +92,9 @@ class Hyper:
     kl_target: float | None = None
     kl_horizon: int = 10000
     old_logprobs: str = "trainer"
+    coef: float = 0.0  # of what a teacher says
+    top_k: int = 0
+    divergence: str = "forward"
 
 
 @dataclass
@@ -116,6 +120,30 @@ def act(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(run(model, row) / temperature, dim=-1)
     chosen = torch.stack([log_p[i, row.response[at]] for i, at in enumerate(row.actions)])
     return chosen, -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def say(teacher: Any, row: Row, temperature: float) -> Tensor:
+    """A teacher's log-probs of all tokens at each action."""
+    read = replace(row, prompt=row.hint or row.prompt)
+    return torch.log_softmax(run(teacher, read) / temperature, dim=-1)
+
+
+def divergence_of(policy: Tensor, teacher: Tensor, h: Hyper) -> Tensor:
+    """Of all actions of a row, given the log-probs of all tokens: over the teacher's likeliest
+    tokens and the others as one, of a probability of at least 1e-6. What the teacher says travels
+    as float16 and is made to sum up to 1 again."""
+    top, ids = teacher.topk(h.top_k, dim=-1)
+    sides = []
+    for named in (policy.gather(-1, ids), top):
+        rest = torch.clip(1 - named.exp().sum(-1, keepdim=True), min=1e-6)
+        sides.append(torch.cat([named, rest.log()], dim=-1))
+    p, q = sides
+    q = torch.log_softmax(q.half().float(), dim=-1)
+    forward = (q.exp() * (q - p)).sum(-1)
+    reverse = (p.exp() * (p - q)).sum(-1)
+    m = ((p.exp() + q.exp()) / 2).log()
+    jsd = (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1) / 2
+    return {"forward": forward, "reverse": reverse, "jsd": jsd}[h.divergence]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -332,6 +360,7 @@ def ppo_step(
     kl_coef: float,
     learns: bool,
     pretrains: bool,
+    teacher: Any = None,
 ) -> StepResult:
     with torch.no_grad():
         old = [act(policy, row, h.temperature)[0] for row in step.rows]
@@ -372,6 +401,15 @@ def ppo_step(
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
             adv = [(a - every.mean()) / torch.sqrt(variance + 1e-8) for a in adv]
+        if teacher:
+            said = [say(teacher, row, h.temperature) for row in step.rows]
+            if not h.top_k:
+                ahead = [
+                    torch.stack([s[i, row.response[at]] for i, at in enumerate(row.actions)]) - o
+                    for s, row, o in zip(said, step.rows, old, strict=True)
+                ]
+                mean = torch.cat(ahead).mean()
+                adv = [a + h.coef * (d - mean) for a, d in zip(adv, ahead, strict=True)]
 
     weights = [
         truncated_weights(o, torch.tensor(row.engine), h)
@@ -391,6 +429,9 @@ def ppo_step(
         for i in kept(rows, step, h):
             logp, entropy = act(policy, step.rows[i], h.temperature)
             bonus = h.kl_loss_coef * kl(logp, ref[i], h.kl_loss_kind) - h.entropy_coef * entropy
+            if h.top_k:
+                every = torch.log_softmax(run(policy, step.rows[i]) / h.temperature, dim=-1)
+                bonus = bonus + h.coef * divergence_of(every, said[i], h)
             token_losses.append(policy_loss(logp, old[i], adv[i], h) * weights[i] + bonus)
         loss = aggregate(token_losses, h.aggregate)
         result.policy_losses.append(loss.item())
@@ -462,14 +503,20 @@ def kept(rows: list[int], step: Step, h: Hyper) -> list[int]:
 
 
 def reference_ppo(
-    policy: Any, reference: Any, value: Any, steps: Iterable[Step], hyper: Hyper
+    policy: Any,
+    reference: Any,
+    value: Any,
+    steps: Iterable[Step],
+    hyper: Hyper,
+    teacher: Any = None,
 ) -> list[StepResult]:
     """Train `policy` and `value` in place on given rollouts, one result a step.
 
     `policy`, `reference`: Hugging Face causal language models; `value`: a token classification
-    model with one label, or None. Rows need a prompt and a response of at least one token each.
+    model with one label, or None; `teacher`: a causal language model, or None. Rows need a prompt
+    and a response of at least one token each.
     """
-    for model in filter(None, (policy, reference, value)):
+    for model in filter(None, (policy, reference, value, teacher)):
         model.eval()  # no dropout
     optimizers = [adamw(policy, hyper.policy_lr, hyper, hyper.policy_frozen)]
     if value:
@@ -486,7 +533,7 @@ def reference_ppo(
         learns = number > hyper.critic_warmup and not pretrains
         for group in optimizers[0].param_groups:
             group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
-        phase: Any = {"learns": learns, "pretrains": pretrains}
+        phase: Any = {"learns": learns, "pretrains": pretrains, "teacher": teacher}
         results.append(
             ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, **phase)
         )

@@ -90,7 +90,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
             )
             sizes.append(on_device(model))
         for number in steps:
-            values = learner.forward(rows, outputs, fields=1)[0]
+            values = learner.forward(rows, outputs)[0]
             metrics = learner.update(
                 rows, [rows.places(rows.rows)], fields, objective, step=number, epochs=1
             )
@@ -120,7 +120,7 @@ def learn_rank(rank: int, folder: Path) -> dict[str, Any]:
     found["whole"], logs = on_device(model), []
     frozen = Frozen(model, runner, outputs, offload=True)
     for _ in range(2):
-        logs.append(frozen.run(rows.episodes, fields=1))
+        logs.append(frozen.run(rows.episodes)[0])
         frozen.release_memory()
     found["frozen"] = (logs, on_device(model))
     return found

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[bool, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("role", ["reference", "value"])
+@pytest.mark.parametrize("role", ["reference", "value", "teacher"])
 @pytest.mark.parametrize("name", CASES)
 def test_another_tokenizer_is_refused_or_said(name: str, role: str, folders: Path) -> None:
     allowed, words = CASES[name]
@@ -117,6 +117,26 @@ def test_a_token_that_ends_responses_must_be_the_same(folders: Path, tmp_path: P
     dry(folders, f"--policy.path={tmp_path}", f"--reference.path={folders / 'same'}")
     with pytest.raises(UserError, match=f"id {end} is None"):
         dry(folders, f"--policy.path={tmp_path}", f"--reference.path={folders / 'fewer added'}")
+
+
+def test_a_teacher_that_ends_no_response_as_the_policy_does_is_refused(
+    folders: Path, tmp_path: Path
+) -> None:
+    for file in (folders / "same").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.eos_token = "<|c|>"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    other = tokenizer.convert_tokens_to_ids("<|c|>")
+    for ends, refused in (([other], True), ([other, config["eos_token_id"]], False)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+        if refused:
+            with pytest.raises(UserError, match=r"teacher.path=.*it would punish every end"):
+                dry(folders, f"--teacher.path={tmp_path}")
+        else:
+            dry(folders, f"--teacher.path={tmp_path}")
 
 
 def test_weights_that_are_drawn_read_any_ids(folders: Path) -> None:

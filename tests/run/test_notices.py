@@ -180,12 +180,14 @@ def test_a_run_that_is_meant_to_be_so_is_not_warned(flags: str, expected: set[st
         ("teacher", 5, "none", {"flat", "kl", "nothing"}),
         ("earlier", 5, "exact_match", set()),
         ("policy", 5, "exact_match", set()),
+        ("policy", 5, "exact_match --teacher.path=t", {"flat", "kl"}),
+        ("policy", 5, "none --teacher.path=t", {"flat", "kl", "nothing"}),
     ],
 )
 def test_a_run_that_follows_a_teacher_is_not_told_to_stay_near(
     name: str, parameters: int, function: str, expected: set[str]
 ) -> None:
-    config = parse(["--policy.path", "policy", "--reward.function", function])
+    config = parse(["--policy.path", "policy", "--reward.function", *function.split()])
     policy = SimpleNamespace(name="policy", counts=SimpleNamespace(parameters=5), random_init=False)
     counts = SimpleNamespace(parameters=parameters)
     reference = SimpleNamespace(name=name, counts=counts, random_init=False)

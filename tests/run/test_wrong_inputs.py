@@ -80,6 +80,7 @@ BOUNDS = [
     ppo.kl_horizon engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
     reference.tensor_parallel fsdp.sequence_parallel value.sequence_parallel
     reference.sequence_parallel reward.tensor_parallel reward.sequence_parallel
+    teacher.tensor_parallel teacher.sequence_parallel
     rollout.max_context env.max_observation_tokens value.layers value.pretrain_epochs
 -1 | must be at least 1 | rollout.max_new_tokens data.validation_rows
     compute.micro_batch_tokens
@@ -99,6 +100,7 @@ BOUNDS = [
     reward.overlong_penalty
 0.0 | must be above 0 | reward.timeout ppo.kl_target ppo.importance_cap timeout ppo.clip_high
     ppo.value_clip ppo.clip_low ppo.lam_alpha policy.optim.eps value.optim.eps env.timeout
+    distill.coef
 (-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
 ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
     reward.function reward.validation
@@ -116,7 +118,7 @@ BOUNDS = [
 (0.9, 1.0) | must lie in [0, 1); use 0.9 0.999 | policy.optim.betas value.optim.betas
 1.5 | must lie between 0 and 1 | engine.memory_fraction
 -1 | must be at least 0; 0 turns it off | rollout.top_k rollout.window policy.lora.rank
-    value.lora.rank
+    value.lora.rank distill.top_k
 0 | must be above 0 | policy.lora.alpha value.lora.alpha
 0.0 | must be above 0 and at most 1; 1 turns it off | rollout.top_p
 """)
@@ -191,7 +193,7 @@ EARLY = [
     ppo.baseline=batch, or rollout.window=0
 --dry-run --world-size=4 --ppo.baseline=batch =>
     ppo.baseline=batch has no value model, so placement's critic ranks would hold no  ... use
-    placement.mode=colocated, or give them a reward.model, or the reference of
+    placement.mode=colocated, or give them a reward.model, a teacher, or the reference
 --value.layers=3 => value.layers=3: tiny has 2; use at most 2
 --value.freeze nowhere => value.freeze=nowhere matches no weight; their names are like
 --value.freeze '(' --steps=3 => value.freeze=( is no regular expression ... correct it
@@ -395,7 +397,21 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     model folder {d}/judge: no tokenizer there; save
 # reward functions
 --reward.function=none =>
-    reward.function=none needs a reward.model or an environment, or nothing scores the rows
+    reward.function=none needs a reward.model, an environment or a teacher, or nothing scores the
+    rows
+# a teacher
+--teacher.offload => teacher.offload=True: there is no teacher; set teacher.path, or unset
+--distill.top-k=8 => distill.top_k=8: there is no teacher; set teacher.path
+--teacher.path=tiny --distill.divergence=jsd =>
+    distill.divergence=jsd is of the teacher's likeliest tokens ... set distill.top_k 8
+--teacher.path=tiny --distill.top-k=84 =>
+    distill.top_k=84 is more than the 83 tokens of the policy's tokenizer; lower it
+--teacher.path=tiny --reward.function=none --log.validate-every=0 --value.pretrain-steps=2 =>
+    value.pretrain_steps=2: nothing is rewarded, so there is no value model ... unset
+--teacher.path=tiny --reward.function=none --log.validate-every=0 --ppo.critic-warmup=2 =>
+    ppo.critic_warmup=2: nothing is rewarded, so there is no value model ... unset
+--teacher.path=tiny --reward.function=none --log.validate-every=0 --ppo.lam=adaptive =>
+    ppo.lam=adaptive: ppo.baseline=value uses no values where nothing is rewarded; use ppo.lam=1
 --reward.function none echo =>
     reward.function=none echo: name functions, or none alone beside a reward.model
 --reward.function=none --reward.model={d}/judge --log.validate-every=2 =>

@@ -1,0 +1,46 @@
+"""Divergences between a teacher's and the policy's next token (on-policy distillation, Agarwal et
+al. 2024, arXiv:2306.13649)."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Divergence = Literal["forward", "reverse", "jsd"]
+REST = 1e-6  # least probability of the tokens that are not named
+
+
+def buckets(logprobs: Tensor) -> Tensor:
+    """Log-probs `[..., k]` of some tokens to `[..., k + 1]`: behind them that of all other tokens
+    together, at least log `REST`."""
+    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=REST)
+    return torch.cat([logprobs, rest.log()], -1)
+
+
+def divergence(logprobs: Tensor, teacher: Tensor, kind: Divergence) -> Tensor:
+    """The divergence at each token, `[N]` in nats, over the teacher's k most likely tokens and all
+    others as one.
+
+    `forward`: KL(teacher || policy). `reverse`: KL(policy || teacher). `jsd`: the mean of both
+    sides' KL to their mixture. Gradient flows into `logprobs` only.
+
+    Args:
+        logprobs: `[N, k]`, the policy's of these tokens.
+        teacher: `[N, k + 1]`, the teacher's `buckets`. They are normalised again: what rounding to
+            float16 added to their sum would else be of first order.
+    """
+    if teacher.shape != (len(logprobs), logprobs.shape[1] + 1):
+        raise ValueError(f"want one more than {tuple(logprobs.shape)}, got {tuple(teacher.shape)}")
+    policy = buckets(logprobs)
+    teacher = teacher.detach().to(policy.dtype).log_softmax(-1)
+    if kind == "forward":
+        return _kl(teacher, policy)
+    if kind == "reverse":
+        return _kl(policy, teacher)
+    mixture = torch.logaddexp(policy, teacher) - math.log(2)
+    return (_kl(policy, mixture) + _kl(teacher, mixture)) / 2
+
+
+def _kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    return (logprobs.exp() * (logprobs - other)).sum(-1)

@@ -1,0 +1,84 @@
+"""A teacher: a frozen model that says how likely it finds the policy's tokens, and which it would
+choose (on-policy distillation)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from splitppo.context import Context
+from splitppo.critic.baselines import Estimate
+from splitppo.critic.calibration import places
+from splitppo.models.heads import PolicyOutputs
+from splitppo.models.runner import Frozen, Runner
+from splitppo.rollout import Rollout
+
+
+class NoTeacher:
+    """Says nothing, and changes nothing."""
+
+    def read(self, rollout: Rollout) -> list[Tensor]:
+        """What it says of the response tokens; all ranks of the group call it. A teacher gives
+        their log-probs, `[N]`; its k most likely tokens, `[N, k]` int32; their log-probs and that
+        of all others together, `[N, k + 1]` float16. k is `distill.top_k`, or 1."""
+        return []
+
+    def release_memory(self) -> None:
+        """With `offload`, gives back the shards' memory on the device."""
+
+    def lead(
+        self, estimate: Estimate, rollout: Rollout, old: Tensor, taught: Sequence[Tensor]
+    ) -> Estimate:
+        """The estimate with what the policy follows; all ranks of the group call it.
+
+        Args:
+            old: `[N]`, the policy's log-probs before the update.
+            taught: what `read` returned of these rows.
+        """
+        return estimate
+
+
+class Teacher(Frozen, NoTeacher):
+    """The teacher; `outputs` are the policy's."""
+
+    def __init__(self, context: Context, model: nn.Module, runner: Runner, outputs: PolicyOutputs):
+        self.distill = context.config.distill
+        self.group = runner.group
+        super().__init__(
+            model,
+            runner,
+            partial(outputs.likeliest, k=self.distill.top_k or 1),
+            offload=context.config.teacher.offload,
+        )
+
+    def read(self, rollout: Rollout) -> list[Tensor]:
+        return self.run(rollout.episodes)
+
+    def lead(
+        self, estimate: Estimate, rollout: Rollout, old: Tensor, taught: Sequence[Tensor]
+    ) -> Estimate:
+        """Each token's advantage gets c (d - mean of d): d is the teacher's log-prob less the
+        policy's, the mean is over the whole batch. Without the mean each further token would cost
+        a policy that is behind, and rows would shrink to nothing."""
+        logprobs, *likeliest = taught
+        difference = (logprobs - old).double()
+        masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
+        masks |= {f"distill/kl/{name}": at for name, at in places(rollout, self.group).items()}
+        parts = [[float(difference[at].sum()), float(at.sum())] for at in masks.values()]
+        means = [
+            total / max(tokens, 1)
+            for total, tokens in self.group.all_sum(torch.tensor(parts)).tolist()
+        ]
+        metrics = {name: -mean for name, mean in zip(masks, means, strict=True)}
+        # the update has the other part, a divergence
+        coef = 0.0 if self.distill.top_k else self.distill.coef
+        term = coef * (difference - means[0])
+        return replace(
+            estimate,
+            advantages=estimate.advantages + term.to(old.dtype),
+            likeliest=likeliest,
+            metrics=estimate.metrics | metrics,
+            columns=estimate.columns | {"surprise": -logprobs},
+        )

@@ -1,0 +1,200 @@
+"""A teacher beside or in the place of rewards, against the reference program and literal loops."""
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from episodes import episode
+from ranks import run_ranks, run_threads
+from runs import figures, main_rank, records
+from test_flagship import compare, inputs, reference, run
+from tiers import wide
+
+from splitppo import algo
+from splitppo.config import Config
+from splitppo.config.algorithm import DistillConfig
+from splitppo.config.cli import parse
+from splitppo.critic.baselines import Estimate
+from splitppo.critic.teacher import Teacher
+from splitppo.errors import UserError
+from splitppo.job.collectives import Group
+from splitppo.job.launch import Launch
+from splitppo.models.tiny import build_tiny
+from splitppo.rollout import Episode, Rollout
+from splitppo.run.main import dry_run
+
+__all__ = ["inputs"]  # the fixture
+
+ALONE = {"reward__function": "none", "ppo__kl_coef": 0.0}
+TOP = {"top_k": 5}
+# the embedded model with a teacher alone
+TINY = "--reward.function=none --log.validate-every=0 --rollout.batch-size=12".split()
+
+
+@pytest.fixture(scope="module")
+def taught(inputs):
+    """The inputs with a teacher."""
+    build_tiny(inputs / "teacher", seed=3)
+    return inputs
+
+
+def check(inputs: Any, tmp_path: Any, world: int, distill: Any = None, **changes: Any) -> dict:
+    """Runs the program and the reference; returns what was recorded of the program. `distill`:
+    settings of that table."""
+    distill = {"coef": 0.5} | (distill or {})
+    flags = {f"distill__{name}": value for name, value in distill.items()}
+    seen = run(inputs, tmp_path, world, teacher__path=inputs / "teacher", **flags, **changes)
+    ppo = {name.removeprefix("ppo__"): v for name, v in changes.items() if name[:5] == "ppo__"}
+    alone: Any = {"baseline": "batch"} if changes.get("reward__function") == "none" else {}
+    due = reference(inputs, seen, teacher="teacher", **ppo | alone | distill)
+    compare(seen, due)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world", "distill", "changes"),
+    [
+        (2, {}, ALONE | {"placement__actor": 1}),
+        (1, TOP, {}),
+        wide(3, {}, {"placement__actor": 2}),
+        wide(3, TOP | {"divergence": "jsd"}, ALONE | {"placement__actor": 2}),
+        wide(3, TOP | {"divergence": "reverse"}, {"placement__actor": 1, "teacher__offload": ""}),
+        wide(3, {}, ALONE | {"placement__actor": 1, "teacher__tensor_parallel": 2}),
+    ],
+)
+def test_every_placement_follows_the_teacher(taught, tmp_path, world, distill, changes):
+    seen = check(taught, tmp_path, world, distill, **changes)
+    assert not (seen["value"] and changes.get("reward__function"))
+
+
+def test_a_teacher_that_is_the_policy_says_nothing_new(taught, tmp_path):
+    argv = [*TINY, f"--teacher.path={taught / 'policy'}", "--distill.top-k=4", "--steps=1"]
+    argv += ["--ppo.epochs=1", "--ppo.mini-batches=1", f"--run-dir={tmp_path / 'run'}"]
+    run_ranks(1, main_rank, [*argv, f"--policy.path={taught / 'policy'}"])
+    (actor,), (critic,) = (records(tmp_path / "run", role) for role in ("actor", "critic"))
+    kl = {name: x for name, x in critic.items() if name.startswith("distill/")}
+    assert kl.keys() > {"distill/kl", "distill/kl/first", "distill/kl/token_2"}
+    assert [*kl.values(), actor["actor/divergence"]] == pytest.approx(
+        [0.0] * (len(kl) + 1), abs=1e-6
+    )
+    assert actor["actor/teacher_agrees"] == 1
+    assert "critic/values/mean" not in critic
+
+
+def test_a_run_goes_on_with_its_teacher_and_with_no_other(taught, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    argv = [*TINY, f"--teacher.path={taught / 'teacher'}", "--checkpoint.every=2"]
+    run_ranks(1, main_rank, [*argv, "--steps=3", f"--run-dir={whole}"])
+    run_ranks(1, main_rank, [*argv, "--steps=2", f"--run-dir={cut}"])
+    run_ranks(1, main_rank, [*argv, "--steps=3", f"--run-dir={cut}"])
+    for role in ("actor", "critic"):
+        assert figures(cut, role) == figures(whole, role)
+    assert figures(cut, "critic")[3]["distill/kl"] != figures(cut, "critic")[2]["distill/kl"]
+    last = [*argv, "--steps=4", f"--run-dir={cut}"]
+    assert "resolved" in dry_run(parse(last), Launch())
+    other = [*last, f"--teacher.path={taught / 'value'}"]
+    with pytest.raises(UserError, match=r"teacher.path \S+safetensors was .* or --force"):
+        dry_run(parse(other), Launch())
+    assert "resolved" in dry_run(parse([*other, "--force"]), Launch())
+
+
+def test_settings_of_a_value_model_that_is_not_there_are_named():
+    argv = [*TINY, "--teacher.path=tiny", "--value.layers=1"]
+    text = dry_run(parse(argv), Launch(), ["value.layers", "steps"])
+    assert "warning: value.layers is not used: a teacher alone leads" in text
+    both = dry_run(parse([*argv, "--ppo.kl-coef=0.1"]), Launch(), ["value.layers"])
+    assert "not used" not in both
+
+
+def logprobs_of(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).log_softmax(-1)
+
+
+def literal(p: list[float], q: list[float], kind: str) -> float:
+    """The divergence of two distributions, by its definition."""
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
+
+    m = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+    return {"forward": kl(q, p), "reverse": kl(p, q), "jsd": (kl(p, m) + kl(q, m)) / 2}[kind]
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_a_divergence_is_that_of_the_likeliest_tokens_and_the_rest(kind, k):
+    """With all tokens it is the divergence of the whole distributions."""
+    policy, teacher = logprobs_of(6, 9, seed=1), logprobs_of(6, 9, seed=2)
+    top, ids = teacher.topk(k)
+    chosen = policy.gather(-1, ids).requires_grad_()
+    divergences = algo.divergence(chosen, algo.buckets(top), kind)
+    for at, divergence in enumerate(divergences.tolist()):
+        p, q = policy[at].exp().tolist(), teacher[at].exp().tolist()
+        if k < 9:
+            named = ids[at].tolist()
+            p, q = ([x[i] for i in named] + [1 - sum(x[i] for i in named)] for x in (p, q))
+        assert divergence == pytest.approx(literal(p, q, kind), abs=1e-5 if k == 9 else 1e-12)
+    divergences.sum().backward()
+    assert cast(torch.Tensor, chosen.grad).abs().min() > 0
+
+
+def test_a_rest_that_is_nothing_has_a_bound():
+    sure = torch.tensor([[0.0, -40.0]])
+    assert algo.buckets(sure).tolist() == [[0.0, -40.0, pytest.approx(math.log(1e-6))]]
+    far = algo.divergence(
+        sure.requires_grad_(), algo.buckets(torch.tensor([[-30.0, -31.0]])), "forward"
+    )
+    assert far.item() == pytest.approx(math.log(1e6), abs=1e-4)
+    with pytest.raises(ValueError, match="one more"):
+        algo.divergence(sure, sure, "forward")
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_rounding_on_the_way_is_no_divergence(kind):
+    policy = logprobs_of(500, 9, seed=3).float()
+    top, ids = policy.topk(4)
+    sent = algo.buckets(top).half()
+    assert algo.divergence(policy.gather(-1, ids), sent, kind).abs().max() < 1e-6
+
+
+def leading(group: Group, parts: list[list[Episode]], top_k: int) -> tuple[list[float], dict]:
+    """What a rank of a critic group makes of its rows, whose log-probs follow from their tokens."""
+    rollout = Rollout(parts[group.dp_rank])
+    config = replace(Config(), distill=DistillConfig(coef=0.7, top_k=top_k))
+    teacher = cast(Any, Teacher.__new__(Teacher))
+    teacher.distill, teacher.group = config.distill, group
+    ids = torch.tensor([i for episode in rollout.episodes for i in episode.response]).float()
+    estimate = Estimate(torch.ones(len(ids)), torch.zeros(len(ids)), {"before": 1})
+    led = teacher.lead(estimate, rollout, -ids, [-ids.sqrt(), ids[:, None].int()])
+    assert [x.shape for x in led.signals] == [ids.shape, (len(ids), 1)]
+    assert torch.equal(led.columns["surprise"], ids.sqrt())
+    return led.advantages.tolist(), led.metrics
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_tokens_advantage_has_what_the_teacher_finds_better_than_the_mean(top_k):
+    """Of the whole batch, over all ranks: one of them has no rows."""
+    parts = [
+        [episode(0, [1], [4, 9, 2, 7, 30])],
+        [],
+        [episode(1, [1], [3]), episode(2, [1], [5, 6])],
+    ]
+    found = run_threads((3, 1), leading, parts, top_k)
+    tokens = [[4, 9, 2, 7, 30], [], [3, 5, 6]]
+    differences = [i - math.sqrt(i) for part in tokens for i in part]
+    mean = sum(differences) / 8
+    for part, (advantages, metrics) in zip(tokens, found, strict=True):
+        coef = 0.0 if top_k else 0.7
+        due = [1 + coef * (i - math.sqrt(i) - mean) for i in part]
+        assert advantages == pytest.approx(due, rel=0, abs=1e-5)
+        of_places = {
+            "": differences,
+            "/first": [2.0, 3 - math.sqrt(3), 5 - math.sqrt(5)],
+            "/token_2": [6.0, 2 - math.sqrt(2), 6 - math.sqrt(6)],
+            "/token_4": [7 - math.sqrt(7), 30 - math.sqrt(30)],
+        }
+        kl = {f"distill/kl{p}": -sum(x) / len(x) for p, x in of_places.items()}
+        assert metrics == {"before": 1} | {name: pytest.approx(x) for name, x in kl.items()}
