@@ -233,7 +233,7 @@ def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
     assert (figures["x"], figures["loss"]) == pytest.approx((7 / 4, loss))
 
 
-def test_imbalance_and_padding_by_hand():
+def test_imbalance_and_padding_by_hand(monkeypatch):
     """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 +
     2 are run for 8."""
 
@@ -242,9 +242,16 @@ def test_imbalance_and_padding_by_hand():
             [sample(0, 1, 0.0), sample(1, 3, 0.0)] if group.dp_rank == 0 else [sample(2, 1, 0.0)]
         )
         learner = make_learner(group)
-        plans, _ = learner._plan(rollout, [list(range(len(rollout.rows)))])
-        return learner._work_metrics(rollout, plans, 3)
 
+        def objective(model: Any, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            return (model.matrix[0] + model.bias).sum(), {}
+
+        first, *_ = learner.update(
+            rollout, [[*range(len(rollout.rows))]], {}, objective, step=1, epochs=3
+        )
+        return {name: first[name] for name in due}
+
+    monkeypatch.setattr(Runner, "balance", lambda _, model, *rows: rows)  # they stay
     # 4 tokens, 3 epochs, 2 weights
     due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}
     assert run_threads(2, shares) == [pytest.approx(due)] * 2

@@ -381,7 +381,7 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     run.config, run.start, run.written = parse([]), 0, None
     run.savers, run.bad = (
         {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))},
-        {},
+        {"critic": 0},
     )
     run.finish("critic", 3, {"x": 1.0})
     assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
