@@ -296,7 +296,7 @@ def test_lengths_are_seeded_and_as_asked(tmp_path):
     (tmp_path / "own").write_text("3\n5\n")
     assert bench.lengths_of(str(tmp_path / "own")) == [3, 5]
     (tmp_path / "empty").touch()
-    with pytest.raises(UserError, match="holds no number"):
+    with pytest.raises(UserError, match="holds 'nothing'"):
         bench.lengths_of(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="write fixed:512, lognormal:240:1024, or name a file"):
         bench.lengths_of("normal:3")
