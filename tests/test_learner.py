@@ -327,6 +327,11 @@ def empty_rank(rank, world, folder):
     figures = learner.update(
         rollout, [*map(rollout.places, rows)], fields(rollout), value_objective, step=1, epochs=1
     )
+    one = [[0]] if rank == 0 else [[]]
+    (alone,) = learner.update(
+        rollout, [*map(rollout.places, one)], fields(rollout), value_objective, step=1, epochs=1
+    )
+    assert alone["padding"] == 0, "a dummy batch is no padding"
     return len(out), figures[0]["loss"]
 
 
