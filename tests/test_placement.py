@@ -270,11 +270,11 @@ def config_of(
 @pytest.mark.parametrize(
     ("config", "due"),
     [
-        (config_of(1), {"actor": [1, 1], "critic": [1, 1]}),
-        (config_of(2), {"actor": [2, 2], "critic": [2, 2]}),
-        (config_of(2, 1, 4), {"actor": [2, 4], "critic": [1, 1]}),
-        (config_of(2, 1, held_by="critic"), {"actor": [2], "critic": [1, 1, 1]}),
-        (config_of(1, 2, 6, held_by="critic"), {"actor": [1], "critic": [2, 2, 6]}),
+        (config_of(1), {"actor": [1, 1], "critic": [1, 1, 1]}),
+        (config_of(2), {"actor": [2, 2], "critic": [2, 2, 2]}),
+        (config_of(2, 1, 4), {"actor": [2, 4], "critic": [1, 1, 1]}),
+        (config_of(2, 1, held_by="critic"), {"actor": [2], "critic": [1, 1, 1, 1]}),
+        (config_of(1, 2, 6, held_by="critic"), {"actor": [1], "critic": [2, 2, 6, 2]}),
     ],
 )
 def test_sets_of_a_group_and_of_its_frozen_models(config, due):
