@@ -3,8 +3,8 @@
 Every rank runs this module, and its rank decides which loop it plays:
 
     actor ranks                                  critic ranks
-    plan: who owns which slot                    value.update of the step before still runs here
-    sync: the policy's weights into the engine
+    sync: the policy's weights into the engine   value.update of the step before still runs here
+    plan: who owns which slot
     generate; finished rows leave as chunks ---> score(chunk): values, scores
     old and reference log-probs             ---> KL rewards, GAE, whitening over the whole batch
                                             <--- advantages
@@ -201,7 +201,7 @@ def run(
         function = [] if reward is None else ["--reward.function", name_function(reward)]
         return as_flags(config, *function, arguments=sys.argv[1:] if argv is None else argv)
 
-    # under torchrun at once, as below; alone as any script, since the process may be a notebook's
+    # under torchrun at once, as at the end of this file; alone as any script, since the process may be a notebook's
     leave = os._exit if "RANK" in os.environ else sys.exit
     leave(run_rank(train, flags))
 

@@ -237,16 +237,16 @@ def _turns(
     resolved: Resolved, role: Role, memory: float
 ) -> Iterator[tuple[str, Sequence[str], Parts]]:
     """A role's phases: name, the models whose turn it is, and what is held beside the models."""
-    held = [name for name in resolved.models if resolved.role_of(name) == role]
+    models = [name for name in resolved.models if resolved.role_of(name) == role]
     engine = {}
     if role == "actor" or resolved.placement.colocated:
         engine, sync, rollout = _engine(resolved, memory)
         if role == "actor":
             yield "sync", ("policy",), engine | sync
             yield "rollout", (), engine | rollout
-    for name in held:  # all of them are released when the last one has run
-        yield PHASE[role], held, engine | _forward(resolved, name, role)
-    for name in {"policy", "value"} & {*held}:
+    for name in models:  # all of them are released when the last one has run
+        yield PHASE[role], models, engine | _forward(resolved, name, role)
+    for name in {"policy", "value"} & {*models}:
         yield "update", (name,), engine | _update(resolved, name, role)
 
 
@@ -290,8 +290,8 @@ def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
     pieces = resolved.config.set_shape(name).sequence
     most = min(rows, max(resolved.config.compute.micro_batch_tokens * pieces // longest, 1))
     count = -(-rows // most)
-    held = -(-rows // count) if resolved.models[name].packed else most
-    return -(-held * longest // pieces), count
+    rows_at_once = -(-rows // count) if resolved.models[name].packed else most
+    return -(-rows_at_once * longest // pieces), count
 
 
 def _forward(resolved: Resolved, name: str, role: Role) -> Parts:
@@ -330,8 +330,10 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     cut = shape.tensor
     ppo = config.ppo
     ranks = len(resolved.placement.groups[role]) // shape.size
-    cuts = ppo.value_mini_batches or ppo.mini_batches if name == "value" else ppo.mini_batches
-    tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // cuts // ranks))
+    mini_batches = ppo.mini_batches
+    if name == "value":
+        mini_batches = ppo.value_mini_batches or mini_batches
+    tokens, count = _tokens(resolved, name, -(-config.rollout.batch_size // mini_batches // ranks))
     # of a layer, what tensor parallelism does not cut: residual stream and norms
     whole = 4 * cost.hidden
     # of each layer; of the one whose backward pass runs
@@ -347,9 +349,9 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     gathered = cost.root * cost.width + layer
     gradients = cost.gradients / shards
     if once := config.compute.gather == "mini_batch":
-        held = cost.root + (cost.parameters - cost.root) / cut
-        gathered = held * cost.width
-        gradients = held * cost.gradients / cost.parameters
+        parameters = cost.root + (cost.parameters - cost.root) / cut
+        gathered = parameters * cost.width
+        gradients = parameters * cost.gradients / cost.parameters
     reduced = cost.root * (8 if shards == 1 else cost.width + 4) * cost.dense
     first = {
         "gathered weights": gathered,
