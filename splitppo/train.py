@@ -201,7 +201,8 @@ def run(
         function = [] if reward is None else ["--reward.function", name_function(reward)]
         return as_flags(config, *function, arguments=sys.argv[1:] if argv is None else argv)
 
-    # under torchrun at once, as at the end of this file; alone as any script, since the process may be a notebook's
+    # under torchrun at once, as at the end of this file; alone as any script, since the process
+    # may be a notebook's
     leave = os._exit if "RANK" in os.environ else sys.exit
     leave(run_rank(train, flags))
 
