@@ -30,6 +30,18 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
             "rollout.lengths fixes the length of responses, and an environment (env.path, "
             "env.tools, data.task=guess) ends them; unset one",
         ),
+        (
+            env.network and "python" not in env.tools,
+            "env.network is the tool python's, which env.tools does not name; unset it",
+        ),
+        *(
+            (
+                not config.has_env and getattr(env, name) != default,
+                f"env.{name}={getattr(env, name)}: there is no environment; set env.path or "
+                f"env.tools, or unset env.{name}",
+            )
+            for name, default in vars(type(env)()).items()
+        ),
     ]
 
 

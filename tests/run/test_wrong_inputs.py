@@ -204,6 +204,9 @@ EARLY = [
 --env.path guess --env.tools calculator =>
     env.path=guess with env.tools: an environment runs its own tools; unset one
 --env.format-reward=1 => env.format_reward=1 rewards calls of env.tools ... name some
+--env.seed=prompt => env.seed=prompt: there is no environment ... unset env.seed
+--env.max-turns=3 => env.max_turns=3: there is no environment ... unset env.max_turns
+--env.network --env.tools calculator => env.network is the tool python's ... unset it
 --rollout.max-context=9 =>
     rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n
 --data.task=guess --rollout.lengths lengths.txt =>
