@@ -49,6 +49,7 @@ class Prompt:
             went through the chat template; a reward model with a template of its own reads it.
         column: the prompt as its row has it, a string or messages: without `data.system` and the
             chat template. For reward functions that ask for it.
+        teacher: the same row's prompt as a teacher reads it, if it reads another.
     """
 
     text: str
@@ -58,6 +59,12 @@ class Prompt:
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
     column: str | list[dict[str, Any]] = ""
+    teacher: "Prompt | None" = None
+
+    @property
+    def for_teacher(self) -> "Prompt":
+        """What a teacher reads."""
+        return self.teacher or self
 
 
 class Span(NamedTuple):

@@ -20,7 +20,7 @@ from test_flagship import BATCH, SEED, STEPS, compare, flags, inputs, reference,
 from tiers import wide
 
 from splitppo.envs import Message
-from splitppo.models.tiny import build_tokenizer
+from splitppo.models.tiny import build_tiny, build_tokenizer
 from splitppo.rollout import Episode, tensor_of, unpack_rows
 
 __all__ = ["inputs"]  # the fixture
@@ -199,6 +199,18 @@ def test_every_placement_is_the_paper(game, tmp_path, world, placement, window):
         assert sum(line["env/turns"] for line in lines) == sum(told)
     else:
         assert [line["window/sampled"] for line in lines] == [BATCH * window] * STEPS
+
+
+@pytest.mark.wide
+def test_a_teacher_reads_what_was_said_and_teaches_what_was_sampled(game, tmp_path):
+    build_tiny(game / "teacher", seed=3)
+    shutil.copy(game / "policy" / "config.json", game / "teacher")  # it ends turns as the policy
+    options = {"env__path": f"{game / 'env.py'}:Env", "rollout__window": 5, **LIMITS}
+    options |= {"ppo__old_logprobs": "engine", "distill__top_k": 5, "distill__coef": 0.5}
+    options |= {"teacher__path": game / "teacher", "placement__actor": 2}
+    seen = run(game, tmp_path, 3, odd="exact", **options)
+    taught: dict[str, Any] = {"teacher": "teacher", "top_k": 5, "coef": 0.5, **OLD}
+    compare(seen, reference(game, seen, window=5, heard=listener(game), **taught))
 
 
 @pytest.mark.wide

@@ -1,7 +1,11 @@
 """A teacher beside or in the place of rewards, against the reference program and literal loops."""
 
+import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +15,7 @@ from ranks import run_ranks, run_threads
 from runs import figures, main_rank, records
 from test_flagship import compare, inputs, reference, run
 from tiers import wide
+from transformers import AutoModelForCausalLM
 
 from splitppo import algo
 from splitppo.config import Config
@@ -19,18 +24,32 @@ from splitppo.config.cli import parse
 from splitppo.critic.baselines import Estimate
 from splitppo.critic.teacher import Teacher
 from splitppo.errors import UserError
-from splitppo.job.collectives import Group
+from splitppo.job.collectives import Group, ModelSet
 from splitppo.job.launch import Launch
-from splitppo.models.tiny import build_tiny
+from splitppo.models.runner import Frozen
+from splitppo.models.tiny import build_tiny, build_tokenizer
+from splitppo.placement import place
 from splitppo.rollout import Episode, Rollout
-from splitppo.run.main import dry_run
+from splitppo.run import memory
+from splitppo.run.folder import TRAINING
+from splitppo.run.main import dry_run, load_data
+from splitppo.run.resolve import Resolved, resolve
 
 __all__ = ["inputs"]  # the fixture
 
 ALONE = {"reward__function": "none", "ppo__kl_coef": 0.0}
 TOP = {"top_k": 5}
+HINT = "{0}1+2={0}"  # the prompt that a teacher reads, of the policy's
 # the embedded model with a teacher alone
 TINY = "--reward.function=none --log.validate-every=0 --rollout.batch-size=12".split()
+
+
+def ids_of(text: str) -> list[int]:
+    return build_tokenizer()(text)["input_ids"]
+
+
+def text_of(ids: list[int]) -> str:
+    return str(build_tokenizer().decode(ids))
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +61,35 @@ def taught(inputs):
 
 def check(inputs: Any, tmp_path: Any, world: int, distill: Any = None, **changes: Any) -> dict:
     """Runs the program and the reference; returns what was recorded of the program. `distill`:
-    settings of that table."""
+    settings of that table. With a prompt of its own the teacher is the policy before training."""
     distill = {"coef": 0.5} | (distill or {})
     flags = {f"distill__{name}": value for name, value in distill.items()}
-    seen = run(inputs, tmp_path, world, teacher__path=inputs / "teacher", **flags, **changes)
-    ppo = {name.removeprefix("ppo__"): v for name, v in changes.items() if name[:5] == "ppo__"}
-    alone: Any = {"baseline": "batch"} if changes.get("reward__function") == "none" else {}
-    due = reference(inputs, seen, teacher="teacher", **ppo | alone | distill)
-    compare(seen, due)
+    has_prompt = "teacher__prompt_key" in changes
+    changes |= {} if has_prompt else {"teacher__path": inputs / "teacher"}
+    seen = run(inputs, tmp_path, world, odd="exact", **flags, **changes)
+    due: Any = {name.removeprefix("ppo__"): v for name, v in changes.items() if name[:5] == "ppo__"}
+    due |= {"baseline": "batch"} if changes.get("reward__function") == "none" else {}
+    due |= {"window": changes["rollout__window"]} if "rollout__window" in changes else {}
+    if has_prompt:
+        due["heard"] = lambda row, _: replace(row, hint=ids_of(HINT.format(text_of(row.prompt))))
+    teacher = "policy" if has_prompt else "teacher"
+    compare(seen, reference(inputs, seen, teacher=teacher, **due | distill))
     return seen
+
+
+def resolve_config(config: Config) -> Resolved:
+    placement = place(config.placement, world=1, local_world=1)
+    return resolve(config, placement, 1, torch.device("cpu"), probe=False)
+
+
+def hinted(inputs: Path) -> dict[str, Any]:
+    """Settings of rows with two prompts: one that the policy reads, and one for the teacher, which
+    is the policy before training."""
+    texts = [f"{number % 4}{number // 4 % 4}{number % 3}=" for number in range(40)]
+    rows = [{"prompt": text, "hint": HINT.format(text), "answer": text} for text in texts]
+    (inputs / "hints.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"data__files": inputs / "hints.jsonl", "data__answer_key": "answer"}
+    return files | {"teacher__prompt_key": "hint"}
 
 
 @pytest.mark.parametrize(
@@ -61,12 +100,115 @@ def check(inputs: Any, tmp_path: Any, world: int, distill: Any = None, **changes
         wide(3, {}, {"placement__actor": 2}),
         wide(3, TOP | {"divergence": "jsd"}, ALONE | {"placement__actor": 2}),
         wide(3, TOP | {"divergence": "reverse"}, {"placement__actor": 1, "teacher__offload": ""}),
-        wide(3, {}, ALONE | {"placement__actor": 1, "teacher__tensor_parallel": 2}),
+        wide(3, TOP, ALONE | {"placement__actor": 1, "teacher__tensor_parallel": 2}),
+        wide(3, TOP, {"placement__actor": 1, "teacher__sequence_parallel": 2}),
+        wide(2, TOP, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
+        wide(
+            4,
+            TOP,
+            {
+                "placement__mode": "colocated",
+                "fsdp__sequence_parallel": 2,
+                "fsdp__shard_size": 2,
+                "value__sequence_parallel": 1,
+                "value__tensor_parallel": 2,
+            },
+        ),
+        wide(2, {}, ALONE | {"placement__mode": "colocated"}),
+        wide(3, TOP, {"placement__actor": 2, "rollout__window": 4, "ppo__old_logprobs": "engine"}),
     ],
 )
 def test_every_placement_follows_the_teacher(taught, tmp_path, world, distill, changes):
     seen = check(taught, tmp_path, world, distill, **changes)
     assert not (seen["value"] and changes.get("reward__function"))
+
+
+@pytest.mark.parametrize(
+    ("world", "distill", "changes"),
+    [
+        (1, {}, ALONE),
+        wide(3, TOP, {"placement__actor": 2}),
+        wide(2, {}, {"placement__mode": "colocated", "teacher__offload": ""}),
+    ],
+)
+def test_a_teacher_may_read_more(taught, tmp_path, world, distill, changes):
+    check(taught, tmp_path, world, distill, **hinted(taught), **changes)
+
+
+def test_a_teachers_prompt_counts_where_prompts_do(taught):
+    settings = hinted(taught)
+    argv = [f"--{name.replace('__', '.')}={x}" for name, x in settings.items()]
+    argv = [*argv, *TINY, "--rollout.max-new-tokens=9"]
+    inputs = []
+    for hint in (HINT, HINT + "7", HINT + "7" * 1200):
+        rows = [{"prompt": p, "answer": p, "hint": hint.format(p)} for p in ("312=", "11=")]
+        (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        resolved = resolve_config(parse(argv))
+        if "7" * 9 in hint:
+            with pytest.raises(UserError, match=r"that teacher.path=tiny can read"):
+                load_data(resolved)
+            break
+        resolved, prompts = load_data(resolved)
+        inputs.append(resolved.inputs(*prompts)[TRAINING])
+        assert resolved.config.rollout.max_prompt_tokens == 4
+        longest = len(ids_of(hint.format("312=")))
+        rows_of = {name: resolved.row_tokens(name) for name in ("policy", "teacher")}
+        assert rows_of == {"policy": 4 + 9, "teacher": longest + 9}
+        assert f"{12 * rows_of['teacher']} tokens" in str(memory.phases(resolved)["critic score"])
+    assert inputs[0] != inputs[1]
+    rows = [{"prompt": "1=", "answer": "1", "hint": "1=1"}, {"prompt": "2=", "answer": "2"}]
+    (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"^teacher.prompt_key=hint: .* row 2 has no .*teacher"):
+        load_data(resolve_config(parse(argv)))
+    _, (training, _) = load_data(resolve_config(parse([*argv, "--data.invalid=filter"])))
+    assert [prompt.for_teacher.text for prompt in training.prompts] == ["1=1"]
+
+
+def frozen(group: Group) -> list[list[float]]:
+    """All outputs of a frozen model that the ranks run together, of each rank's rows."""
+
+    def forward(model: Any, rollout: Rollout, outputs: Any) -> list[torch.Tensor]:
+        assert rollout.rows == [0, 1, 2], "the rows of all ranks"
+        ids = torch.cat([torch.tensor(e.response) for e in rollout.episodes])
+        return [ids.float(), torch.stack([ids, -ids], 1).int()]
+
+    runner: Any = SimpleNamespace(forward=forward)
+    model: Any = SimpleNamespace(ranks=ModelSet(peers=group))
+    parts = [[episode(1, [1], [10, 11])], [episode(2, [1], [20]), episode(0, [1], [30])]]
+    outputs = Frozen(model, runner, cast(Any, None)).run(parts[group.dp_rank])
+    assert outputs[1].dtype == torch.int32
+    return [out.flatten().tolist() for out in outputs]
+
+
+def test_a_frozen_model_that_several_ranks_run_gives_all_its_outputs():
+    first, second = run_threads((2, 1), frozen)
+    assert first == [[10, 11], [10, -10, 11, -11]]
+    assert second == [[20, 30], [20, -20, 30, -30]]
+
+
+def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_path):
+    """Its log-probs are those of the merged model."""
+    peft = pytest.importorskip("peft")
+    plain = AutoModelForCausalLM.from_pretrained(taught / "policy")
+    options = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    model = peft.get_peft_model(plain, peft.LoraConfig(**options))
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if "lora_B" in name:
+            torch.manual_seed(number)
+            weight.data.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for file in (taught / "policy").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "merged")
+    argv = [*TINY, f"--policy.path={taught / 'policy'}", "--steps=1", "--distill.top-k=4"]
+    for name in ("adapter", "merged"):
+        folders = [f"--teacher.path={tmp_path / name}", f"--run-dir={tmp_path / name / 'run'}"]
+        run_ranks(1, main_rank, [*argv, *folders])
+    one, other = (records(tmp_path / name / "run", "critic") for name in ("adapter", "merged"))
+    assert one[0]["distill/kl"] == pytest.approx(other[0]["distill/kl"], rel=1e-5)
+    assert one[0]["distill/kl"] > 1e-3
+    (facts,) = (json.loads((tmp_path / "adapter/run/resolved.json").read_text())["models"],)
+    assert (facts["teacher"]["trained"], facts["teacher"]["lora_rank"]) == (0, 3)
 
 
 def test_a_teacher_that_is_the_policy_says_nothing_new(taught, tmp_path):

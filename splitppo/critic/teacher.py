@@ -1,6 +1,7 @@
 """A teacher: a frozen model that says how likely it finds the policy's tokens, and which it would
 choose (on-policy distillation)."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from splitppo.critic.baselines import Estimate
 from splitppo.critic.calibration import places
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Frozen, Runner
-from splitppo.rollout import Rollout
+from splitppo.rollout import IDS, Episode, Rollout
 
 
 class NoTeacher:
@@ -45,6 +46,7 @@ class Teacher(Frozen, NoTeacher):
 
     def __init__(self, context: Context, model: nn.Module, runner: Runner, outputs: PolicyOutputs):
         self.distill = context.config.distill
+        self.prompt = context.prompt
         self.group = runner.group
         super().__init__(
             model,
@@ -54,7 +56,12 @@ class Teacher(Frozen, NoTeacher):
         )
 
     def read(self, rollout: Rollout) -> list[Tensor]:
-        return self.run(rollout.episodes)
+        return self.run([*map(self._as_it_reads, rollout.episodes)])
+
+    def _as_it_reads(self, episode: Episode) -> Episode:
+        """The row behind the teacher's own prompt, if it has one."""
+        prompt = self.prompt(episode.row).teacher
+        return replace(episode, prompt=array(IDS, prompt.tokens)) if prompt else episode
 
     def lead(
         self, estimate: Estimate, rollout: Rollout, old: Tensor, taught: Sequence[Tensor]

@@ -72,6 +72,7 @@ def load_prompts(
     check: Check = lambda _: {},
     now: datetime | None = None,
     render: Render | None = None,
+    teacher_key: str | None = None,
 ) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
@@ -82,13 +83,21 @@ def load_prompts(
     that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such rows alone
     is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
     (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows`
-    takes the first held-out prompts.
+    takes the first held-out prompts. `teacher_key`: column of the prompt that a teacher reads; a
+    row needs both.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
-    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer, now, render)
-    wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
+    rows, prompts, wrong = _render(config, read, tokenizer, now, render)
+    if teacher_key:
+        _, others = _read(replace(config, prompt_key=teacher_key), seed, split)
+        as_taught = [row for file in others for row in file]
+        _, taught, refused = _render(config, as_taught, tokenizer, now, None)
+        prompts = {i: replace(p, teacher=taught[i]) for i, p in prompts.items() if i in taught}
+        messages = {
+            i: str(error).replace("data.prompt", "teacher.prompt") for i, error in refused.items()
+        }
+        wrong = {i: UserError(message) for i, message in messages.items()} | wrong
     checked = check(prompts) if not wrong or config.invalid == "filter" else {}
     wrong |= {i: UserError(f"{rows[i].where}: {error}") for i, error in checked.items()}
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
@@ -112,6 +121,20 @@ def load_prompts(
         noise = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
         chosen = sorted(noise.choice(chosen, config.max_rows, replace=False).tolist())
     return PromptSet([fitting[index] for index in chosen], notes)
+
+
+def _render(
+    config: DataConfig,
+    read: Sequence[Row | UserError],
+    tokenizer: Any,
+    now: datetime | None,
+    render: Render | None,
+) -> tuple[dict[int, Row], dict[int, Prompt], dict[int, UserError]]:
+    """The rows that were read by their index, their prompts, and the errors of those without."""
+    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
+    prompts, wrong = tokenize(config, rows, tokenizer, now, render)
+    wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
+    return rows, prompts, wrong
 
 
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:

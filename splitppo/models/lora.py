@@ -40,6 +40,7 @@ GRAPHS = 64
 WEIGHTS = "adapter_model.safetensors"  # peft's files
 SETTINGS = "adapter_config.json"
 FILES = (SETTINGS, WEIGHTS)
+PEFT = "base_model.model."  # begins the names of its tensors
 # values at which a setting of peft does nothing, and those of settings that may have others; what
 # is not listed may change what an adapter, or the base beside it, computes
 OFF = (None, False, 0, "", [], {})
@@ -127,7 +128,7 @@ class Adapter(Trainable):
         if self.settings.path:
             _, stored = open_adapter(Path(self.settings.path))
         there = {*stored.keys()}
-        for name, weight in self.trained(model).items():
+        for name, weight in self.saved(model).items():
             if (key := peft_name(name)) in there:
                 part = stored.get_slice(key)[bounds(model, name, weight) or ...]
                 local(weight).copy_(part)
@@ -157,7 +158,7 @@ class Adapter(Trainable):
         self.add(model)
         parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
         shapes = {name: part.get_shape() for name, part in parts.items()}
-        due = {peft_name(name): [*w.shape] for name, w in self.trained(model).items()}
+        due = {peft_name(name): [*w.shape] for name, w in self.saved(model).items()}
         # a head may be drawn
         drawn = [name for name in map(peft_name, HEAD) if name in due and name not in shapes]
         for name in sorted((due.keys() | shapes.keys()) - {*drawn}):
@@ -212,7 +213,7 @@ class Adapter(Trainable):
         }
 
     def saved(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        return self.trained(model)
+        return super().trained(model)
 
     def sent(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The base and a head; `gather` merges the adapters."""
@@ -265,6 +266,27 @@ class Adapter(Trainable):
         return {"lora_rank": self.settings.rank, "lora_alpha": self.alpha}
 
 
+@dataclass(frozen=True)
+class FrozenAdapter(Adapter):
+    """The adapters of a model that is not trained: of the policy's kind, read from a folder."""
+
+    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return {}
+
+    def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
+        return super().check(config)  # a checkpoint, `start`, has nothing of it
+
+
+def frozen(folder: Path, base: str, digest: Callable[[], str]) -> FrozenAdapter:
+    """What a folder of peft's says of its adapters; the last arguments are as `Adapter` has
+    them."""
+    settings, stored = open_adapter(folder)
+    named = sorted({name.partition(".lora_")[0] for name in stored.keys()})  # noqa: SIM118
+    targets = tuple(f"^{re.escape(name.removeprefix(PEFT))}$" for name in named)
+    lora = LoraConfig(settings.get("r", 0), settings.get("lora_alpha"), targets, str(folder))
+    return FrozenAdapter("policy", lora, base, digest)
+
+
 def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
     """W + scale B A in float32, a new tensor."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
@@ -272,7 +294,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
 
 def peft_name(name: str) -> str:
     """A weight's name in an adapter's folder."""
-    return "base_model.model." + re.sub(ADAPTER, r".lora_\1.", name)
+    return PEFT + re.sub(ADAPTER, r".lora_\1.", name)
 
 
 def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:

@@ -247,7 +247,8 @@ def inputs_of(
             f"{setting} {files[f] if name in local else f}": fingerprint(f) for f in files
         }
     for name, split in (prompts or {}).items():
-        text = "\0".join(prompt.text for prompt in split.prompts).encode(errors="surrogatepass")
+        texts = [part.text for p in split.prompts for part in (p, p.teacher) if part]
+        text = "\0".join(texts).encode(errors="surrogatepass")
         fingerprints[name] = hashlib.blake2b(text, digest_size=16).hexdigest()
     return fingerprints
 

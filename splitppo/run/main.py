@@ -210,6 +210,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
             split=split,
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
             render=turns and turns.render,
+            teacher_key=config.teacher.prompt_key if split == "train" else None,
         )
         for split, name in scored.items()
     )
@@ -218,6 +219,12 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     if config.rollout.max_prompt_tokens is None:
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
+    taught = max(len(prompt.for_teacher.tokens) for prompt in training.prompts)
+    if config.teacher.prompt_key:
+        as_taught = memory.with_setting(resolved, "rollout", "max_prompt_tokens", taught).config
+        teacher = {"teacher": resolved.models["teacher"]}
+        check_sizes(as_taught, teacher, resolved.vocabulary_size)
+        resolved = replace(resolved, teacher_prompt=taught)
     training.notes.extend(check_turns(config, turns, training.prompts[0].messages))
     context = room_for_turns(config, longest, resolved.longest)
     return memory.with_setting(resolved, "rollout", "max_context", context), (training, validation)

@@ -286,7 +286,7 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
 def _tokens(resolved: Resolved, name: str, rows: int) -> tuple[int, int]:
     """A rank's tokens of the largest micro-batch of so many rows of full length, and how many
     micro-batches there are."""
-    longest = resolved.config.rollout.max_row_tokens
+    longest = resolved.row_tokens(name)
     pieces = resolved.config.set_shape(name).sequence
     most = min(rows, max(resolved.config.compute.micro_batch_tokens * pieces // longest, 1))
     count = -(-rows // most)

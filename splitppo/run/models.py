@@ -60,9 +60,14 @@ def setting_of(name: str) -> str:
 
 
 def read_model(
-    config: Config, name: str, origin: str, path: str, wanted: bool, probe: bool
+    config: Config, name: str, origin: str, local: Mapping[str, str], wanted: bool, probe: bool
 ) -> Model:
-    """Reads and checks a model's folder. `wanted`: that it runs on packed rows."""
+    """Reads and checks a model's folder. `local`: hub name -> its path. `wanted`: that it runs on
+    packed rows."""
+    path = local.get(origin, origin)
+    adapter = None
+    if name == "teacher":
+        path, adapter = _teacher_folders(config, path, local)
     is_value = name == "value"
     own_code = config.policy.trust_remote_code
     model_config = (
@@ -78,7 +83,7 @@ def read_model(
         config=model_config,
         random_init=config.policy.random_init,
         packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
-        trainable=_trainable(config, name, path),
+        trainable=_trainable(config, name, path, adapter),
     )
     if path != "tiny":
         notes = weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
@@ -87,13 +92,20 @@ def read_model(
             model = replace(model, packed=_packs(config, name, model))
     if name in TRAINED:
         _ = model.counts  # refuses what matches nothing
-        notes = model.trainable.check(model.config)
-        model = replace(model, notes=(*model.notes, *notes))
-    return model
+    notes = model.trainable.check(model.config)
+    return replace(model, notes=(*model.notes, *notes))
 
 
-def _trainable(config: Config, name: str, path: str) -> Trainable:
-    """What of a model is trained; `path`: its folder."""
+def _teacher_folders(config: Config, path: str, local: Mapping[str, str]) -> tuple[str, str | None]:
+    """The folders of a teacher's model and of its adapter, if it has one. `path` may be an
+    adapter's, over the policy's base. Without a folder of its own it starts as the policy does."""
+    if Path(path, lora.SETTINGS).is_file():
+        return local.get(config.policy.path, config.policy.path), path
+    return path, None if config.teacher.path else config.policy.lora.path
+
+
+def _trainable(config: Config, name: str, path: str, adapter: str | None) -> Trainable:
+    """What of a model is trained; `path`: its folder; `adapter`: of a teacher."""
 
     def digest() -> str:
         if config.policy.random_init or path == "tiny":
@@ -101,6 +113,8 @@ def _trainable(config: Config, name: str, path: str) -> Trainable:
         files = sorted(Path(path).glob("*.safetensors"))
         return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
+    if adapter:
+        return lora.frozen(Path(adapter), config.policy.path, digest)
     if name not in TRAINED:
         return NotTrained(KINDS[name])
     settings: PolicyConfig | ValueConfig = getattr(config, name)
@@ -229,7 +243,8 @@ def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: Pr
     """Raises a UserError if a prompt holds a token that is another in a model's tokenizer."""
     for name, model in models.items():
         for prompt in (prompt for split in splits for prompt in split.prompts):
-            if model.other_tokens and (held := model.other_tokens.intersection(prompt.tokens)):
+            read = prompt.for_teacher if name == "teacher" else prompt
+            if model.other_tokens and (held := model.other_tokens.intersection(read.tokens)):
                 token = min(held)
                 raise UserError(
                     f"{name}.path={model.name}: prompts hold "

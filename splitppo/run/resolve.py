@@ -54,6 +54,7 @@ class Resolved:
     # the time in prompts whose template shows it
     now: datetime = field(default_factory=datetime.now)
     user_settings: Sequence[str] = ()  # the settings that the user has set
+    teacher_prompt: int = 0  # tokens of the longest prompt that a teacher alone reads
 
     @property
     def longest(self) -> int:
@@ -66,6 +67,12 @@ class Resolved:
             for name, model in self.models.items()
             if name != "reward"
         )
+
+    def row_tokens(self, model: str) -> int:
+        """Most tokens of a row as a model reads it."""
+        rollout = self.config.rollout
+        taught = self.teacher_prompt + rollout.max_new_tokens
+        return max(rollout.max_row_tokens, taught) if model == "teacher" else rollout.max_row_tokens
 
     @property
     def data(self) -> DataConfig:
@@ -202,7 +209,7 @@ def resolve(
     shared = WeakFileLock(Path(dynamic_module_utils.HF_MODULES_CACHE) / "splitppo.lock")
     with shared if own_code else nullcontext():
         models = {
-            name: read_model(config, name, origin, local.get(origin, origin), wanted, probe)
+            name: read_model(config, name, origin, local, wanted, probe)
             for name, origin in model_paths(config).items()
         }
         if "reward" in models:

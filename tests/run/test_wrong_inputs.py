@@ -407,6 +407,12 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --distill.top-k=8 => distill.top_k=8: there is no teacher; set teacher.path
 --teacher.path=tiny --distill.divergence=jsd =>
     distill.divergence=jsd is of the teacher's likeliest tokens ... set distill.top_k 8
+--teacher.prompt-key=hint =>
+    teacher.prompt_key=hint is a column of data.files, and there are none; name some
+--teacher.prompt-key=hint --data.task=guess =>
+    teacher.prompt_key=hint: an environment ... writes the prompts ... unset one
+--teacher.prompt-key=q.a --data.files={d}/good.jsonl --data.answer-key=answer =>
+    teacher.prompt_key=q.a: {d}/good.jsonl row 1 has no such column ... set --teacher.prompt-key
 --teacher.path=tiny --distill.top-k=84 =>
     distill.top_k=84 is more than the 83 tokens of the policy's tokenizer; lower it
 --teacher.path=tiny --reward.function=none --log.validate-every=0 --value.pretrain-steps=2 =>
