@@ -54,7 +54,7 @@ def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> 
         with log.span("barrier_wait"):
             generator.group.barrier()
         rollout = Rollout(episodes)
-        run.runtime.status.answer_stop(step)
+        run.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = policy.logprobs(rollout)
             policy.release_reference()
@@ -68,6 +68,7 @@ def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> 
             metrics |= policy.update(plan, rollout, logprobs, signals, waits=waits)
         with log.span("validate"):
             metrics |= generator.validate(step, policy.weights())
+        run.answer_stop(step, metrics)
         with log.span("checkpoint"):
             run.save("actor", step, generator, policy)
         run.finish("actor", step, metrics)
@@ -128,7 +129,7 @@ def colocated_loop(
         with critic_log.span("score"):
             scored = critic.score(step, critic_rollout, pending)
             critic.release_models()
-        run.runtime.status.answer_stop(step)
+        run.answer_stop(step)
         with log.span("logprobs"):
             logprobs, metrics = policy.logprobs(rollout)
             policy.release_reference()
@@ -144,6 +145,7 @@ def colocated_loop(
             critic_metrics = estimate.metrics | critic.update(plan, scored, estimate)
         with log.span("validate"):
             metrics |= generator.validate(step, policy.weights())
+        run.answer_stop(step, metrics)
         with log.span("checkpoint"):
             run.save("actor", step, generator, policy)
             run.save("critic", step, critic)

@@ -161,6 +161,9 @@ class LogConfig:
     scores in [0, 1]."""
     validate_temperature: float = 0.0
     """Sampling temperature of these responses. 0: greedy, one sample."""
+    stop_at: float | None = None
+    """End the run, with a checkpoint, after the step whose validation's mean score comes to this.
+    Unset: after `steps`."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """More places for the metrics: Weights & Biases (its WANDB_PROJECT, WANDB_NAME and
     WANDB_MODE=offline work), RUN/tensorboard."""
@@ -182,7 +185,7 @@ class Config:
     resume: str = "auto"
     """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where
     none are given. `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a
-    checkpoint."""
+    checkpoint, or of another run, for its newest one."""
     force: bool = False
     """Go on in run_dir although settings have changed that make it another run. Without a
     checkpoint: start again."""
@@ -234,6 +237,11 @@ class Config:
         """Steps between validations; 0: none, as for files of which nothing is held out."""
         held_out = self.data.validation_files or not self.data.files
         return self.log.validate_every if held_out else 0
+
+    def validates(self, step: int) -> bool:
+        """Whether held-out rows are scored after this step; 0: before the first."""
+        every = self.validate_every
+        return every > 0 and (step % every == 0 or step == self.steps)
 
     @property
     def has_kl(self) -> bool:

@@ -281,6 +281,9 @@ class EnvConfig:
     sampled."""
     max_turns: int = 16
     """Most turns of a row."""
+    max_turn_tokens: int | None = None
+    """Most tokens that the policy samples in a turn. A longer turn ends there, and the environment
+    answers what was said. Unset: no limit of its own."""
     max_observation_tokens: int = 2048
     """Most tokens of an answer. A longer one is cut, and says so."""
     timeout: float = 60.0

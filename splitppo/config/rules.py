@@ -18,14 +18,14 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda v: v >= 1,
         "must be at least 1",
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
-        engine.tensor_parallel env.max_observation_tokens env.max_turns fsdp.sequence_parallel
-        fsdp.tensor_parallel log.validate_samples nodes ppo.epochs ppo.kl_horizon ppo.mini_batches
-        ppo.value_epochs ppo.value_mini_batches reference.sequence_parallel
-        reference.tensor_parallel reward.sequence_parallel reward.tensor_parallel reward.workers
-        rollout.batch_size rollout.chunks rollout.max_context rollout.max_new_tokens
-        rollout.max_prompt_tokens rollout.samples steps teacher.sequence_parallel
-        teacher.tensor_parallel value.layers value.pretrain_epochs value.sequence_parallel
-        value.tensor_parallel""",
+        engine.tensor_parallel env.max_observation_tokens env.max_turn_tokens env.max_turns
+        fsdp.sequence_parallel fsdp.tensor_parallel log.validate_samples nodes ppo.epochs
+        ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
+        reference.sequence_parallel reference.tensor_parallel reward.sequence_parallel
+        reward.tensor_parallel reward.workers rollout.batch_size rollout.chunks rollout.max_context
+        rollout.max_new_tokens rollout.max_prompt_tokens rollout.samples steps
+        teacher.sequence_parallel teacher.tensor_parallel value.layers value.pretrain_epochs
+        value.sequence_parallel value.tensor_parallel""",
     ),
     (lambda v: v == "node" or v >= 1, "must be at least 1, or node", "fsdp.shard_size"),
     (
@@ -95,7 +95,9 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 # whether two settings contradict each other, and what is said then
 Contradictions = list[tuple[object, str]]
 # no other setting may be a number below 0
-SIGNED = ("seed", "env.format_reward", "reward.failed_score", "reward.model_weight")
+SIGNED = (
+    *("seed", "env.format_reward", "log.stop_at", "reward.failed_score", "reward.model_weight"),
+)
 
 
 def check(config: Config) -> None:
@@ -154,6 +156,11 @@ def _of_job(config: Config) -> Contradictions:
             log.validate_samples > 1 and log.validate_temperature == 0,
             f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise "
             "log.validate_temperature",
+        ),
+        (
+            log.stop_at is not None and not config.validate_every,
+            f"log.stop_at={log.stop_at} is a score of held-out rows, and none are scored; set "
+            "--log.validate-every, and data.validation_files beside data.files",
         ),
         *of_sets(config),
     ]

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +231,11 @@ class Sampler:
         """Tokens that a row may still get."""
         return min((self.length(row.row) or self.limit) - row.tokens, self.context - row.total)
 
+    def left_in_turn(self, row: Episode) -> int:
+        """Tokens that the turn of a row may still get."""
+        said = takewhile(lambda segment: segment.logprobs is not None, reversed(row.segments))
+        return self.player.max_turn_tokens - sum(len(segment.ids) for segment in said)
+
     def length(self, row: int) -> int | None:
         """The length of a row's response in a benchmark."""
         return self.lengths[row % len(self.lengths)] if self.lengths else None
@@ -307,7 +313,9 @@ class _Decoding:
 
     def _ask(self, row: Episode) -> Ask:
         self.drawing[row.row] = row
-        tokens = min(self.sampler.left(row), self._budget(row))
+        # a row that was begun under a larger limit may be over it
+        in_turn = max(self.sampler.left_in_turn(row), 1)
+        tokens = min(self.sampler.left(row), self._budget(row), in_turn)
         may_stop = self.sampler.length(row.row) is None
         return Ask(row.row, row.prompt + row.response, row.tokens, tokens, may_stop)
 
@@ -317,10 +325,11 @@ class _Decoding:
         self.budgets[self.sampler.streams.slot(row.row)] -= len(piece.tokens)
         sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
         row = replace(row, segments=(*row.segments, sampled))
-        # `limit`: the ask is used up. If the row may get more tokens, only its window has ended.
-        if piece.end == "limit" and self.sampler.left(row):
+        # `limit`: the ask is used up. If the turn may get more tokens, only its window has ended.
+        cut = piece.end == "limit"
+        if cut and self.sampler.left(row) and self.sampler.left_in_turn(row) > 0:
             yield row
-        elif piece.end == "limit" or not self.sampler.player.answers:
+        elif (cut and not self.sampler.left(row)) or not self.sampler.player.answers:
             yield self._stop(replace(row, end=piece.end))
         else:
             answer = Segment(array(IDS), None, self.step)

@@ -36,9 +36,7 @@ class Validator:
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
-        config = self.context.config
-        every = config.log.validate_every if self.context.held_out else 0
-        return every > 0 and (step % every == 0 or step == config.steps)
+        return bool(self.context.held_out) and self.context.config.validates(step)
 
     def run(self, step: int) -> dict[str, float]:
         """Validates the weights that the engine holds; all ranks of the group call it. Returns the

@@ -112,10 +112,13 @@ class Status:
         step."""
         self.store.set("stop/requested", f"{why} to rank {self.rank}")
 
-    def answer_stop(self, step: int) -> None:
-        """Makes this step the last if a stop was requested. Actor ranks call it, and rank 0
-        answers; no rank ends the step before it has the answer (`stopped_by`)."""
+    def answer_stop(self, step: int, why: str = "") -> None:
+        """Makes this step the last if there is a reason `why`, or a stop was requested. Actor ranks
+        call it, and rank 0 answers; no rank ends the step before it has the answer
+        (`stopped_by`)."""
         if self.rank == 0:
+            if why:
+                self.store.set("stop/requested", why)
             if self.store.check(["stop/requested"]):
                 self.store.set("stop/step", str(step))
             # after the answer: the store keeps the order

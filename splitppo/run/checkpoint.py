@@ -108,25 +108,36 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
     return ""
 
 
+def best_score(folder: Path) -> float:
+    """The best score of a validation up to this checkpoint; -inf if there is none."""
+    best = None
+    with suppress(*BROKEN):
+        best = json.loads((folder / "actor" / "state.json").read_text())["best"]
+    return best[0] if best else float("-inf")
+
+
 def candidates(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError
-    if `resume` is no complete checkpoint, or older than the run's newest."""
+    if `resume` is neither a complete checkpoint nor a run's folder with some, or is older than the
+    run's newest."""
     checkpoints = complete(run_dir) if resume != "never" else []
     if resume in ("auto", "never"):
         return checkpoints
     folder = Path(resume)
     # a link, or what it leads to, may have another name
     folder = folder.absolute() if is_complete(folder) else folder.resolve()
-    if not is_complete(folder):
+    named = [folder] if is_complete(folder) else complete(Path(resume))
+    if not named:
         raise UserError(
-            f"--resume {resume}: no complete checkpoint there; name a RUN/checkpoints/step_* folder"
+            f"--resume {resume}: no complete checkpoint there; "
+            "name a run's folder, or one of its checkpoints/step_*"
         )
-    if checkpoints and step_of(checkpoints[-1]) > step_of(folder):
+    if checkpoints and step_of(checkpoints[-1]) > step_of(named[-1]):
         raise UserError(
             f"--resume {resume}: {run_dir} holds {checkpoints[-1].name}, a later one; "
             "choose another --run-dir"
         )
-    return [folder]
+    return named
 
 
 def choose(

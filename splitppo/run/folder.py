@@ -91,9 +91,16 @@ def take(folder: Path) -> TextIO:
 
 
 def finished(config: Config) -> Path | None:
-    """The checkpoint of the last step, if the run in `run_dir` has done it. Raises UserError for
-    another run."""
-    last_checkpoint = checkpoint.step_folder(Path(config.run_dir or ""), config.steps)
+    """The checkpoint of the last step, if the run in `run_dir` has done it, or the newest one if
+    its score has come to `log.stop_at`. Raises UserError for another run."""
+    run = Path(config.run_dir or "")
+    goal = config.log.stop_at
+    reached = [
+        path
+        for path in checkpoint.complete(run)[-1:]
+        if goal is not None and checkpoint.best_score(path) >= goal
+    ]
+    last_checkpoint = next(iter(reached), checkpoint.step_folder(run, config.steps))
     if (
         config.run_dir is None
         or config.resume == "never"

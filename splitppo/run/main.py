@@ -92,7 +92,9 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     placement = resolved.placement
     if last_checkpoint := folder.finished(config):
         if launch.rank == 0:
-            say(f"already finished, nothing to do: {last_checkpoint}; raise --steps to train on")
+            is_last = checkpoint.step_of(last_checkpoint) == config.steps
+            raised = "--steps" if is_last else "--log.stop-at"
+            say(f"already finished, nothing to do: {last_checkpoint}; raise {raised} to train on")
         return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     use_expandable_segments(resolved, launch.rank)

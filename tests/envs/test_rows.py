@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -84,10 +85,17 @@ class Env:
     def close(self) -> None: ...
 
 
-def config(*, context: int | None = None, turns: int = 16, observed: int = 99) -> Config:
+def config(
+    *, context: int | None = None, turns: int = 16, observed: int = 99, said: int | None = None
+) -> Config:
     return Config(
         rollout=RolloutConfig(max_context=context),
-        env=EnvConfig(path="env.py:Env", max_turns=turns, max_observation_tokens=observed),
+        env=EnvConfig(
+            path="env.py:Env",
+            max_turns=turns,
+            max_observation_tokens=observed,
+            max_turn_tokens=said,
+        ),
         reward=RewardConfig(failed_score=-7.0),
     )
 
@@ -194,26 +202,48 @@ def test_a_long_answer_is_cut():
     assert "cut" in told(row)[0][1]
 
 
-def run(moves: bool, window: int, *, restarts: bool = False, delay: float = 0.0) -> list[Episode]:
+def play(
+    moves: bool,
+    window: int,
+    *,
+    restarts: bool = False,
+    delay: float = 0.0,
+    given: Config | None = None,
+) -> list[Episode]:
     """Twelve steps, or two without windows; after each, the objects are lost if it `moves`."""
     Env.delay = delay
-    sampler = sampler_of({"turns": 4, "asks": 1}, window=window)
+    sampler = sampler_of({"turns": 4, "asks": 1}, window=window, given=given)
     rows = []
     for step in range(1, 13 if window else 3):
         if moves:
-            sampler.player = sampler_of({}).player
+            sampler.player = sampler_of({}, given=given).player
         rows += played(sampler, step)
         sampler.gather_open(ALONE)
         if restarts:
             state = json.loads(json.dumps(sampler.state(ALONE)))
-            sampler = sampler_of({"turns": 4, "asks": 1}, window=window)
+            sampler = sampler_of({"turns": 4, "asks": 1}, window=window, given=given)
             sampler.load_state(state)
     assert not sampler.player.failures
     Env.delay = 0.0
     return sorted(rows, key=lambda row: row.row)
 
 
-def test_windows_and_replays_change_nothing():
+def test_a_turn_ends_at_its_limit_and_its_environment_hears_it():
+    row = played(sampler_of({"turns": 3}, given=config(said=2)))[0]
+    assert [(len(said), said[-1] == EOS) for said, _ in row.turns] == [(2, 0), (1, 1), (2, 0)]
+    assert told(row)[0][1].startswith(told(row)[0][0]), "it repeats what was said"
+    assert row.end == "environment"
+    over = sampler_of({"turns": 3}, window=2)
+    assert not played(over)
+    over.gather_open(ALONE)
+    over.player = sampler_of({}, given=config(said=1)).player  # of a run that goes on from it
+    played(over, 2)
+    assert len(over.held[0].turns[0][0]) == 3
+
+
+@pytest.mark.parametrize("said", [None, 2])
+def test_windows_and_replays_change_nothing(said):
+    run = partial(play, given=config(said=said))
     whole = {row.row: row for row in run(False, 0)}
     for window in (1, 2, 3, 5, 7):
         kept = run(False, window)

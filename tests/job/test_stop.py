@@ -65,6 +65,32 @@ def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
     assert both[0].stopped_before_restart()
 
 
+def test_the_validation_that_comes_to_the_goal_is_of_the_last_step_on_every_rank():
+    """The critic rank is early, in steps with a validation and in others."""
+    both, saved = statuses(), {"actor": [], "critic": []}
+
+    def play(role: Any, status: Status) -> None:
+        run: Any = object.__new__(Run)
+        run.config = parse(["--steps=9", "--log.validate-every=2", "--log.stop-at=0.5"])
+        run.start, run.stopped = 0, None
+        run.runtime = SimpleNamespace(status=status, launch=SimpleNamespace(rank=status.rank))
+        run.savers = {role: SimpleNamespace(begin=lambda step, _: saved[role].append(step))}
+        for step in run.steps():
+            if role == "actor":
+                run.answer_stop(step)
+                time.sleep(DELAY / 3)
+                run.answer_stop(step, {"val/score/mean": step / 8} if step % 2 == 0 else {})
+            run.save(role, step, SimpleNamespace(state=dict))
+        saved[role].append(run.stopped)
+
+    threads = [threading.Thread(target=play, args=pair) for pair in zip(saved, both, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert saved == {"actor": [4, None], "critic": [4, None]}
+
+
 def test_restarted_ranks_go_on_if_the_step_that_was_to_be_the_last_has_not_ended():
     actor, critic = statuses()
     critic.request_stop("SIGTERM")

@@ -187,6 +187,7 @@ def test_what_a_run_may_go_on_from(tmp_path):
         == [fourth]
     )
     assert checkpoint.candidates(other, str(second)) == [second]
+    assert checkpoint.candidates(other, str(run)) == [second, fourth]
     with pytest.raises(UserError, match="holds step_000004, a later one"):
         checkpoint.candidates(run, str(second))
     assert checkpoint.candidates(run, "never") == []

@@ -487,7 +487,7 @@ def test_a_checkpoint_is_named_by_its_step(tmp_path):
     (tmp_path / "newest").symlink_to(saved)
     assert checkpoint.find(tmp_path / "other", str(tmp_path / "newest")) == saved
     saved.rename(saved.with_name("best"))
-    with pytest.raises(UserError, match=r"no complete checkpoint there; name a RUN/checkpoints"):
+    with pytest.raises(UserError, match=r"no complete checkpoint there; name a run"):
         checkpoint.find(tmp_path / "other", str(saved.with_name("best")))
 
 

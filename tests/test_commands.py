@@ -1,0 +1,90 @@
+"""Commands of the pages, as they stand there: what they promise is what comes of them."""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import names
+
+from splitppo import train
+
+DOCS = Path(__file__).parents[1] / "docs"
+ONE = "def one(**row):\n    return 1.0\n"
+SMALL = (
+    "--rollout.batch-size=4 --ppo.mini-batches=1 --ppo.epochs=1 --data.validation-rows=4"
+).split()
+
+
+def command(page: str, *parts: str) -> list[str]:
+    """The words of a page's only command with these parts, behind `-m splitppo.train` if that is in
+    it."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    (line,) = [
+        line for line in lines if line.startswith("    ") and all(part in line for part in parts)
+    ]
+    return shlex.split(line.partition("-m splitppo.train")[2] or line, comments=True)
+
+
+def in_one_process(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
+    """Exit status and screen of commands, one after the other, in a folder."""
+    return run_ranks(1, _run_all, str(folder), commands)[0]
+
+
+def _run_all(_: int, folder: str, commands: list[list[str]]) -> list[tuple[int, str]]:
+    del os.environ["RANK"]
+    os.chdir(folder)
+    return [_run(argv) for argv in commands]
+
+
+def _run(argv: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = train.main(argv)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status, said.getvalue()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_goal_ends_the_run_and_another_run_begins_with_its_newest_checkpoint(tmp_path: Path):
+    (tmp_path / "one.py").write_text(ONE)
+    small = [*SMALL, "--reward.function=one.py:one"]
+    goal = [*command("failures.md", "stop-at"), *small]
+    resumed = " ".join([*command("failures.md", "--resume runs/mine"), *small, "--steps=9"])
+    results = in_one_process(
+        tmp_path,
+        goal,
+        goal,
+        [*goal, "--log.stop-at=None", "--steps=7"],
+        resumed.replace("runs/mine", "runs/goal").split(),
+    )
+    assert [status for status, _ in results] == [0] * 4
+    ended, again, _, second = [said for _, said in results]
+    assert "step 5: log.stop_at=0.9 is reached" in ended
+    assert "done         5 of " in ended
+    assert "already finished, nothing to do: runs/goal/checkpoints/step_000005" in again
+    assert "raise --log.stop-at" in again
+    assert names(tmp_path / "runs/goal") == ["step_000005", "step_000007"]
+    assert "going on from runs/goal/checkpoints/step_000007" in second
+    assert names(tmp_path / "runs/next") == ["step_000009"]
+
+
+def test_turns_are_cut_in_training_and_in_validation(tmp_path: Path):
+    argv = command("environments.md", "max-turn-tokens")
+    ((status, said),) = in_one_process(tmp_path, [*argv, *SMALL, "--steps=1", "--run-dir=run"])
+    assert status == 0, said
+    for folder in ("samples", "validation"):
+        rows = rows_of(tmp_path / "run" / folder / "step_000001.jsonl")
+        texts = [
+            turn["content"] for row in rows for turn in row["turns"] if turn["role"] == "assistant"
+        ]
+        assert max(map(len, texts)) == 2
