@@ -43,16 +43,22 @@ class Placement:
         return tuple(role for role, ranks in self.groups.items() if rank in ranks)
 
 
-def place(config: PlacementConfig, *, world: int, local_world: int, gpu: bool = False) -> Placement:
+def place(
+    config: PlacementConfig,
+    *,
+    world: int,
+    local_world: int,
+    gpu: bool = False,
+    critic_models: bool = True,
+) -> Placement:
     """Cuts `world` ranks, `local_world` on each node, into the two groups; `gpu`: whether each rank
-    has one. Raises UserError if the sizes don't add up, or don't cut into nodes as the mode
-    asks."""
+    has one; `critic_models`: whether the run has a model for critic ranks. Raises UserError if the
+    sizes don't add up, or don't cut into nodes as the mode asks."""
     mode = config.mode
     if mode == "auto":
         asks_for_two = config.actor or config.critic or config.reference == "critic"
-        mode = (
-            "colocated" if world == 1 or (gpu and world == 2 and not asks_for_two) else "per_node"
-        )
+        prefers_one = (gpu and world == 2) or not critic_models
+        mode = "colocated" if world == 1 or (prefers_one and not asks_for_two) else "per_node"
     if mode == "colocated":
         for name, size in (("actor", config.actor), ("critic", config.critic)):
             if size not in (None, world):

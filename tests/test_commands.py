@@ -88,3 +88,19 @@ def test_turns_are_cut_in_training_and_in_validation(tmp_path: Path):
             turn["content"] for row in rows for turn in row["turns"] if turn["role"] == "assistant"
         ]
         assert max(map(len, texts)) == 2
+
+
+def test_a_baseline_without_a_model_for_critic_ranks_chooses_its_placement(tmp_path: Path):
+    """Also when the same command resumes, and when the folder says all of it."""
+    argv = command("critic.md", "--ppo.baseline group")
+    small = ["--rollout.batch-size=8", *SMALL[1:], "--log.validate-every=0"]
+    for words, steps in (([*argv, *small], 1), ([*argv, *small], 2), (["--run-dir=runs/group"], 3)):
+        assert run_ranks(2, _in_folder, str(tmp_path), [*words, f"--steps={steps}"]) == [0, 0]
+        facts = json.loads((tmp_path / "runs/group/resolved.json").read_text())
+        assert (facts["placement"], facts["actor"], facts["critic"]) == ("colocated", 2, 2)
+    assert names(tmp_path / "runs/group") == ["step_000002", "step_000003"]
+
+
+def _in_folder(_: int, folder: str, argv: list[str]) -> int:
+    os.chdir(folder)
+    return train.main(argv)

@@ -66,6 +66,21 @@ def test_groups(config, world, local, actor, critic):
 
 
 @pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        (PlacementConfig(), "colocated"),
+        (PlacementConfig(actor=3), "per_node"),
+        (PlacementConfig(critic=1), "per_node"),
+        (PlacementConfig(mode="per_node"), "per_node"),
+        (PlacementConfig(mode="by_node"), "by_node"),
+    ],
+)
+def test_without_a_model_for_the_critic_nothing_is_split_unasked(config, mode):
+    placement = place(config, world=4, local_world=2 + 2 * (mode != "by_node"), critic_models=False)
+    assert placement.mode == mode
+
+
+@pytest.mark.parametrize(
     ("config", "world", "colocated"),
     [
         (PlacementConfig(), 1, True),

@@ -53,8 +53,8 @@ class PlacementConfig:
 
     mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
     """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group.
-    `colocated`: every rank plays both roles. `auto`: per_node; colocated for one rank, or two GPUs
-    if no other placement setting is given."""
+    `colocated`: every rank plays both roles. `auto`: per_node; colocated for one rank, and for two
+    GPUs or a critic group without a model if no other placement setting is given."""
     actor: int | None = None
     """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves."""
     critic: int | None = None

@@ -23,7 +23,7 @@ from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.ends import RESUMABLE, StopSignals, keep_early_signals, mark_saved, report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
-from splitppo.placement import place, set_shapes
+from splitppo.placement import holders, place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.build import build_sampler
@@ -126,8 +126,13 @@ def _prepare(
     config: Config, world: int, local_world: int, device: torch.device, probe: bool
 ) -> Resolved:
     """The run, resolved and checked as far as it can be without a process group."""
+    groups = [holders(config)[model] for model in sources.model_paths(config)]
     placement = place(
-        config.placement, world=world, local_world=local_world, gpu=device.type == "cuda"
+        config.placement,
+        world=world,
+        local_world=local_world,
+        gpu=device.type == "cuda",
+        critic_models="critic" in groups,
     )
     checks.check_inputs(config)
     resolved = resolve(config, placement, local_world, device, probe=probe)
