@@ -2,6 +2,7 @@
 folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,9 +34,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist, built from what a clone holds."""
-    clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone holds of the package."""
+    clone = tmp_path_factory.mktemp("clone")
     for folder in ("splitppo", "configs"):
         shutil.copytree(
             ROOT / folder,
@@ -45,6 +46,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
+    return clone
+
+
+@pytest.fixture(scope="module")
+def built(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist."""
+    out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-c", BUILD.format(str(out), str(out)), cwd=clone)
     return out
 
@@ -52,7 +60,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_the_presets_that_need_no_clone(built: Path) -> None:
     found = contents(built)
     due = {path.relative_to(ROOT): path for path in (ROOT / "splitppo").rglob("*.py")}
-    others = [ROOT / "splitppo/config/tiny.toml", *(ROOT / "splitppo/tools/web").iterdir()]
+    others = [ROOT / "splitppo/py.typed", ROOT / "splitppo/config/tiny.toml"]
+    others += (ROOT / "splitppo/tools/web").iterdir()
     due |= {path.relative_to(ROOT): path for path in others}
     for preset in (ROOT / "configs").glob("*/*.toml"):
         if '"configs/' not in preset.read_text():  # a setting that names a file of the clone
@@ -104,3 +113,32 @@ def test_first_commands_after_an_install(built: Path, tmp_path: Path) -> None:
     assert "digits = 2" in said
     assert "resolved: " in said
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["pyright --pythonpath", "mypy --python-executable"])
+def test_editors_know_the_settings_of_an_editable_install(
+    clone: Path, tmp_path: Path, command: str
+) -> None:
+    """`pip install -e .` as README has it, then its script with a setting that does not exist."""
+    if not shutil.which(command.split()[0]):
+        pytest.skip(f"{command.split()[0]} is not installed: pip install -e '.[test]'")
+    build = f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=clone)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    (tmp_path / "right.py").write_text(script)
+    (tmp_path / "wrong.py").write_text(script.replace("Config(batch_size=", "Config(batchsize="))
+    python = tmp_path / "venv" / "bin" / "python"
+    said = {}
+    for name in ("right", "wrong"):
+        checked = subprocess.run(
+            [*command.split(), python, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True
+        )
+        said[name] = checked.returncode, checked.stdout
+    assert said["right"][0] == 0, said
+    assert said["wrong"][0] == 1
+    assert re.search(r"wrong\.py:\d+.*batchsize", said["wrong"][1]), said

@@ -12,6 +12,9 @@ from splitppo.config.algorithm import (
     DataConfig,
     DistillConfig,
     EnvConfig,
+    LoraConfig,
+    Offload,
+    OptimConfig,
     PolicyConfig,
     PPOConfig,
     ReferenceConfig,
@@ -20,9 +23,32 @@ from splitppo.config.algorithm import (
     TeacherConfig,
     ValueConfig,
 )
-from splitppo.config.algorithm import LoraConfig as LoraConfig
-from splitppo.config.algorithm import Offload as Offload
-from splitppo.config.algorithm import OptimConfig as OptimConfig
+
+__all__ = [
+    "OF_VALUES",
+    "CheckpointConfig",
+    "ComputeConfig",
+    "Config",
+    "DataConfig",
+    "DistillConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "FsdpConfig",
+    "LogConfig",
+    "LoraConfig",
+    "Offload",
+    "OptimConfig",
+    "PPOConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SetShape",
+    "ShardSize",
+    "TeacherConfig",
+    "ValueConfig",
+]
 
 ShardSize = int | Literal["node"] | None
 # how the settings begin that are of the value model, and of no use without one

@@ -13,7 +13,7 @@ from typing import Any
 from splitppo.config import Config
 from splitppo.errors import UserError
 
-_INSTALLED = Path(__file__).with_name("presets")  # pyproject.toml puts them there
+PRESETS = Path(__file__).with_name("presets")  # in a clone, a link to configs/
 # settings that earlier versions had -> their values, in TOML, at which a run computes the same as
 # one of this version
 GONE = {
@@ -22,7 +22,6 @@ GONE = {
     "value.random_init": ("false",),
     "reward.model_random_init": ("false",),
 }
-PRESETS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def find_preset(name: str) -> str:
