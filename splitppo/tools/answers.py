@@ -18,15 +18,16 @@ from splitppo.errors import UserError, one_line
 from splitppo.generator.sampler import Sampler
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import most_positions
-from splitppo.models.heads import value_outputs
-from splitppo.models.tokenizer import read_tokenizer
+from splitppo.models.heads import PolicyOutputs, value_outputs
+from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
 from splitppo.rewards.samples import token_figures
 from splitppo.rollout import Rollout
 from splitppo.run.resolve import dtype_of
 from splitppo.run.sources import model_folder
 from splitppo.tools.saved import kinds_of, load_model, open_run
 
-Answer = dict[str, list[Any]]  # `text` of each token, and its `value` if there is a value model
+# `text` of each token; its `value` and `surprise`, if there is a value model, or a teacher
+Answer = dict[str, list[Any]]
 
 
 def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list[HFEngine]:
@@ -55,12 +56,24 @@ def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list
     return engines
 
 
+def load_teacher(config: Config, run: Path) -> dict[str, Any]:
+    """The teacher that reads the policy's prompts, by the name of its figure, if the run has one
+    and its weights are there; else a line says that they are gone."""
+    if not config.teacher.path or config.teacher.prompt_key:
+        return {}
+    try:
+        return {"surprise": load_model(config, run, "teacher", None)}
+    except UserError as error:
+        print(f"note: no surprise of the teacher: {one_line(str(error))}", file=sys.stderr)
+        return {}
+
+
 def load(
     run: Path, step: int | None, temperature: float, limit: int | None
 ) -> Callable[[str, int], list[Answer]]:
-    """Loads a checkpoint's policy and value model, and the policy before training. Returns (prompt,
-    number) -> both answers: the noise depends on the number. A prompt that is too long is a
-    UserError."""
+    """Loads a checkpoint's policy and value model, the policy before training, and a teacher.
+    Returns (prompt, number) -> both answers: the noise depends on the number. A prompt that is too
+    long is a UserError."""
     config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
@@ -77,7 +90,11 @@ def load(
         for kind in kinds_of(config)
         if kind != "policy"
     }
-    every = [engines[0].model, *models.values()]
+    teachers = load_teacher(config, run)
+    for model in teachers.values():
+        model.to(device, dtype_of(config, device))
+    outputs = PolicyOutputs(config.rollout.temperature, vocabulary_size(tokenizer))
+    every = [engines[0].model, *models.values(), *teachers.values()]
     limits = [positions for model in every if (positions := most_positions(model.config)[0])]
     room = min(limits, default=2**31) - most
     player, _ = players_of(config, tokenizer)
@@ -106,9 +123,10 @@ def load(
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, device)
-            values = {kind: value_outputs(model, batch).cpu() for kind, model in models.items()}
+            figures = {kind: value_outputs(model, batch).cpu() for kind, model in models.items()}
+            figures |= {name: -outputs(model, batch)[0].cpu() for name, model in teachers.items()}
             answered += token_figures(
-                rollout, values, lambda i: tokenizer.decode(i, skip_special_tokens=True)
+                rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )
         return answered
 

@@ -23,6 +23,7 @@ from splitppo.models.stored import StoredWeights
 from splitppo.models.tokenizer import WRITTEN
 from splitppo.models.weights import fill, materialize, save
 from splitppo.run.checkpoint import complete, damage, read_tensors, step_of
+from splitppo.run.models import KINDS
 from splitppo.run.sources import model_folder, model_paths
 from splitppo.tools.runs import check_folder, read_columns
 
@@ -30,7 +31,7 @@ PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model 
 TITLE = "trained with splitppo"  # in the first line of a card
 # in a card
 NAMES = (
-    *("policy.path", "reference.path", "value.path", "reward.model"),
+    *("policy.path", "reference.path", "value.path", "teacher.path", "reward.model"),
     *("data.files", "data.validation_files"),
 )
 VERSIONS = ("python", "splitppo", "torch", "transformers", "safetensors", "vllm", "git")
@@ -173,7 +174,8 @@ def public_settings(config: Config) -> Iterator[tuple[str, Any]]:
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     """A checkpoint's policy or value model, on the CPU in float32, adapters merged. Without a
-    checkpoint: the policy before training, or its base. Needs no process group."""
+    checkpoint: the policy before training, or its base; or another model of the run. Needs no
+    process group."""
 
     source = str(model_folder(config, run, kind))
     cpu = torch.device("cpu")
@@ -181,9 +183,9 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     if kind == "value":
         model_config = build.shorten(model_config, config.value.layers, source)
         model_config = build.bound(model_config, config.value.range, source)
-    model: Any = build.build(model_config, kind)
+    model: Any = build.build(model_config, KINDS[kind])
     drawn = config.policy.random_init
-    part = (saved or run) / PARTS[kind]
+    part = (saved or run) / PARTS.get(kind, "")
     adapted = (part / lora.WEIGHTS).is_file()
     if saved is None or adapted:
         base = model_folder(config, run, kind, weights=not drawn)

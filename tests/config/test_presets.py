@@ -246,6 +246,7 @@ def test_presets_run_dry(
     flags = [f"--policy.path={small['policy']}", f"--run-dir={tmp_path}"]
     flags += [f"--value.path={small['policy']}"] if config.value.path else []
     flags += [f"--reward.model={small['reward']}"] if config.reward.model else []
+    flags += [f"--teacher.path={small['policy']}"] if config.teacher.path else []
     # the small model's tokens are characters
     flags += ["--rollout.max-context=2048"] if config.rollout.max_context else []
     flags += [f"--data.files={small['train']}"] if config.data.files else []

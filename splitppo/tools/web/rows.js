@@ -108,7 +108,7 @@ function drawScale() {
   const beyond = figure === "reward" ? 0 : 0.02;
   const low = values[Math.floor(beyond * (values.length - 1))],
     high = values[Math.ceil((1 - beyond) * (values.length - 1))];
-  const middle = figure === "value" ? (low + high) / 2 : 0,
+  const middle = ["value", "surprise"].includes(figure) ? (low + high) / 2 : 0,
     reach = Math.max(high - middle, middle - low) || 1;
   byId("scale-low").textContent = number(middle - reach);
   byId("scale-high").textContent = number(middle + reach);
@@ -234,7 +234,7 @@ function drawTokens(line, tokens, [first, end], {figure, middle, reach}) {
   line.addEventListener("pointerover", (event) => {
     const i = event.target.dataset.i;
     if (i === undefined) return;
-    const told = ["value", "advantage", "reward"]
+    const told = ["value", "advantage", "reward", "surprise"]
       .filter((name) => tokens[name])
       .map((name) => `${name} ${tokens[name][i] ?? "none"}`);
     byId("token-readout").textContent = `${JSON.stringify(tokens.text[i])}: ${told.join(", ")}`;
