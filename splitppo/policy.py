@@ -1,7 +1,7 @@
 """The policy on a rank of the actor group, and its verbs in the loops of train.py."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ class Policy:
         outputs: what is read off the policy.
         reference: None if no KL coefficient asks for one, or if the critic group holds it.
         dtype: of the engine's weights.
+        surrogate: the loss of the advantages; None: PPO's.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Policy:
         reference: Reference | None,
         *,
         dtype: torch.dtype,
+        surrogate: "Surrogate | None" = None,
     ):
         self.context = context
         self.learner = learner
@@ -50,6 +52,7 @@ class Policy:
         self.reference = reference
         self.group = learner.runner.group
         self.dtype = dtype
+        self.surrogate = surrogate or Surrogate(context)
         self.staleness = Staleness(context)
         self.lesson = (Lesson if context.config.has_teacher else NoLesson)(context, outputs)
         self._outputs = outputs
@@ -135,9 +138,8 @@ class Policy:
         ppo = self.context.config.ppo
         step = plan.step
         names = [
-            *("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "ratio_mean", "ratio_clamped"),
+            *self.surrogate.metrics,
             *["kl_loss"] * (ppo.kl_loss_coef > 0),
-            *["pg_lost", "pg_advantage"] * (ppo.clip_mode == "mask"),
             *self.lesson.metrics,
         ]
         weights, importance = self._importance(rollout, logprobs[0])
@@ -188,18 +190,7 @@ class Policy:
         logprobs, entropy, terms, lesson_metrics = self.lesson.run(
             model, batch, columns, entropy=ppo.entropy_coef > 0
         )
-        loss, metrics = algo.policy_loss(
-            logprobs,
-            columns["old"],
-            columns["advantages"],
-            batch.lengths,
-            weights=columns.get("weights"),
-            clip_low=ppo.clip_low,
-            clip_high=ppo.clip_high,
-            mode=ppo.clip_mode,
-            dual_clip=ppo.dual_clip,
-            aggregate=ppo.aggregate,
-        )
+        loss, metrics = self.surrogate.run(logprobs, columns, batch.lengths)
         metrics |= self.staleness.of_loss(logprobs, columns) | lesson_metrics
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, columns["ref"], ppo.kl_loss_kind)
@@ -262,6 +253,62 @@ class Policy:
             )
         if mean > much and self.group.is_first:
             warn(f"{message.format(much)}compare a run with --compute.dtype float32")
+
+
+class Surrogate:
+    """The loss of the advantages: here PPO's.
+
+    Attributes:
+        metrics: names of those that it has.
+    """
+
+    def __init__(self, context: Context):
+        self.ppo = context.config.ppo
+        self.metrics = ["ppo_kl", "ratio_mean", "ratio_clamped", "pg_clipfrac", "pg_clipfrac_lower"]
+        self.metrics += ["pg_lost", "pg_advantage"] * (self.ppo.clip_mode == "mask")
+
+    def run(
+        self, logprobs: Tensor, columns: Fields, lengths: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics, 0-d, of the policy's new log-probs `[N]` of rows with so many tokens,
+        `lengths` `[B]`. `columns`: `[N]`, as `Policy._columns`."""
+        return algo.policy_loss(
+            logprobs,
+            columns["old"],
+            columns["advantages"],
+            lengths,
+            weights=columns.get("weights"),
+            clip_low=self.ppo.clip_low,
+            clip_high=self.ppo.clip_high,
+            mode=self.ppo.clip_mode,
+            dual_clip=self.ppo.dual_clip,
+            aggregate=self.ppo.aggregate,
+        )
+
+
+class UsersLoss(Surrogate):
+    """A user's function says what each token loses."""
+
+    def __init__(self, context: Context, function: Callable[..., Tensor]):
+        super().__init__(context)
+        self.function = function
+        self.metrics = ["ppo_kl", "ratio_mean", "ratio_clamped"]
+
+    def run(
+        self, logprobs: Tensor, columns: Fields, lengths: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = self.function(
+            logprobs=logprobs,
+            old_logprobs=columns["old"],
+            advantages=columns["advantages"],
+            lengths=lengths,
+            reference_logprobs=columns.get("ref"),
+        )
+        _, metrics = super().run(logprobs.detach(), columns, lengths)
+        loss = algo.aggregate_loss(
+            losses * columns.get("weights", 1.0), lengths, self.ppo.aggregate
+        )
+        return loss, {name: metrics[name] for name in self.metrics}
 
 
 class NoLesson:

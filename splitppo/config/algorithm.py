@@ -376,6 +376,10 @@ class PPOConfig:
     """Weight of the KL to the reference in the policy's loss."""
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL in the loss."""
+    loss: str | None = None
+    """The policy's loss: `path/to/file.py:name`, a function of packed tensors in place of the
+    clipped surrogate (docs/parts.md). KL and entropy in the loss, importance weights and
+    `aggregate` stay. Unset: PPO's."""
     clip_mode: Literal["clip", "mask"] = "clip"
     """`clip`: PPO's. `mask`: -ratio * advantage between the bounds, 0 beyond them (SAO,
     arXiv:2607.07508, eq. 3)."""
@@ -397,6 +401,10 @@ class PPOConfig:
     mean is of the reward-to-go at the first token of the same turn; of spans, at the same token.
     `batch`: over the step's rows that have this turn. `group`: over the prompt's other rows; one
     without this turn counts 0."""
+    advantages: str | None = None
+    """Advantages: `path/to/file.py:name`, a function of packed tensors of the step's rows
+    (docs/parts.md). A value model, if `baseline` has one, learns as without. `whiten` stays.
+    Unset: those of `baseline`."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

@@ -23,6 +23,7 @@ PATHS = (
     *("teacher.path", "policy.lora.path", "value.lora.path"),
     *("data.files", "data.validation_files", "rollout.lengths"),
     *("reward.function", "reward.validation", "env.path", "env.tools"),
+    *("ppo.loss", "ppo.advantages"),
 )
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (

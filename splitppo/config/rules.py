@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from splitppo.config import OF_VALUES, Config
+from splitppo.config import OF_VALUES, Config, PPOConfig
 from splitppo.config.optional import of_adapters, of_environments, of_sets, of_teacher
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, unique_names
@@ -303,6 +303,19 @@ def _of_ppo(config: Config) -> Contradictions:
             ppo.clip_mode == "mask" and ppo.dual_clip is not None,
             f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; "
             "unset one",
+        ),
+        *(
+            (
+                ppo.loss and getattr(ppo, name) != getattr(PPOConfig(), name),
+                f"ppo.{name}={getattr(ppo, name)} is of PPO's loss, and ppo.loss={ppo.loss} "
+                "replaces it; unset one",
+            )
+            for name in ("clip_mode", "clip_low", "clip_high", "dual_clip")
+        ),
+        (
+            ppo.advantages and ppo.baseline == "group",
+            f"ppo.advantages={ppo.advantages} with ppo.baseline=group: both say what is "
+            "subtracted; use ppo.baseline=batch",
         ),
         (
             ppo.critic_warmup >= config.steps,

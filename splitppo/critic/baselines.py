@@ -1,7 +1,7 @@
 """Where advantages come from (`ppo.baseline`): a value model by GAE, or a mean over rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -262,6 +262,38 @@ class BoundedValues(Values):
             bounds=cast(Bounds, self.config.value.range),
             aggregate=self.config.ppo.aggregate,
         )
+
+
+class UsersAdvantages(Baseline):
+    """Advantages by a user's function of all rows of the step, in data order: so they do not
+    depend on which rank has which. Values and their targets are those of a `baseline`."""
+
+    def __init__(self, context: Context, baseline: Baseline, function: Callable[..., Tensor]):
+        super().__init__(context, baseline.group)
+        self.baseline = baseline
+        self.learners = baseline.learners
+        self.function = function
+        self.warm_up = baseline.warm_up
+        self.values = baseline.values
+        self.update = baseline.update
+
+    def estimate(self, rollout: Rollout, rewards: Tensor, values: Tensor, **step: Any) -> Estimate:
+        estimate = self.baseline.estimate(rollout, rewards, values, **step)
+        of_rows = [torch.tensor(x).long() for x in (rollout.rows, rollout.episode_lengths)]
+        ranks = self.group.dp_size
+        parts = [self.group.all_to_all([x] * ranks) for x in (*of_rows, rewards, values)]
+        rows, lengths, all_rewards, all_values = map(torch.cat, parts)
+        order = rows.repeat_interleave(lengths).argsort(stable=True)
+        streams = Streams(self.config.rollout.batch_size, self.config.rollout.samples)
+        advantages = self.function(
+            rewards=all_rewards[order],
+            values=all_values[order],
+            lengths=lengths[rows.argsort()],
+            prompts=torch.tensor([streams.prompt(row) for row in sorted(rows.tolist())]),
+        )
+        advantages = torch.zeros_like(all_rewards).index_copy(0, order, advantages)
+        sizes = [len(part) for part in parts[2]]
+        return replace(estimate, advantages=advantages.split(sizes)[self.group.dp_rank])
 
 
 def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:

@@ -12,7 +12,7 @@ from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
-from splitppo.critic.baselines import Baseline, BoundedValues, Mean, Values
+from splitppo.critic.baselines import Baseline, BoundedValues, Mean, UsersAdvantages, Values
 from splitppo.critic.teacher import NoTeacher, Teacher
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows
@@ -33,13 +33,14 @@ from splitppo.models.learner import Learner
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Role
-from splitppo.policy import Policy
+from splitppo.policy import Policy, Surrogate, UsersLoss
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.folder import fingerprint
 from splitppo.run.models import Model
+from splitppo.run.parts import find_parts
 from splitppo.run.resolve import Resolved
 
 
@@ -83,6 +84,7 @@ class Builder:
         self.folder = folder
         self.engine_process = engine
         self.modules: dict[str, torch.nn.Module] = {}  # by the model whose base it is
+        self.parts = find_parts(self.config)
         self.training, self.validation = prompts
         self.sampler = build_sampler(resolved, self.training)
         self.context = Context(
@@ -103,10 +105,17 @@ class Builder:
         engine = self._engine()
         self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
+            own = self.parts.get("loss")
+            surrogate = UsersLoss(self.context, own) if own else Surrogate(self.context)
             learner = self._learner("policy", runner)
             reference = self._reference("actor", runner, learner)
             policy = Policy(
-                self.context, learner, self.outputs, reference, dtype=self.resolved.dtype
+                self.context,
+                learner,
+                self.outputs,
+                reference,
+                dtype=self.resolved.dtype,
+                surrogate=surrogate,
             )
             validator = self._validator(engine, runner, held_out)
             self._warm_up(policy)
@@ -193,6 +202,8 @@ class Builder:
         runner = self._runner("critic")
         scorer = self._scorer(self.config.reward, self.training, runner)
         baseline = self._baseline(runner)
+        if "advantages" in self.parts:
+            baseline = UsersAdvantages(self.context, baseline, self.parts["advantages"])
         critic = Critic(
             self.context,
             runner.group,

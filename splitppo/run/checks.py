@@ -17,6 +17,7 @@ from splitppo.rewards.functions import check_rewards
 from splitppo.run import memory
 from splitppo.run.folder import check_run_folder
 from splitppo.run.models import TRAINED, setting_of
+from splitppo.run.parts import find_parts
 from splitppo.run.resolve import Resolved, check_groups
 from splitppo.run.trackers import check_trackers
 
@@ -25,6 +26,7 @@ def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
     check_rewards(config.reward.function)
     check_rewards(config.reward.validation, "reward.validation")
+    find_parts(config)
     load(config.environment)
     if not _on_hub(config):
         data.check_files(config.data)

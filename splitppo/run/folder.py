@@ -239,6 +239,8 @@ def inputs_of(
         ("rollout.lengths", config.rollout.lengths or ""),
         *(("reward.function", name.rpartition(":")[0]) for name in config.reward.function),
         *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
+        ("ppo.loss", (config.ppo.loss or "").rpartition(":")[0]),
+        ("ppo.advantages", (config.ppo.advantages or "").rpartition(":")[0]),
         ("env.path", (config.env.path or "").rpartition(":")[0]),
         *(("env.tools", name.rpartition(":")[0]) for name in config.env.tools),
         ("policy.lora.path", config.policy.lora.path or ""),

@@ -77,7 +77,8 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
             for file in _without_weights(Path(source)):
                 shutil.copyfile(file, copy / file.name)
     env = config.env
-    functions = (*config.reward.function, *config.reward.validation, env.path or "", *env.tools)
+    functions = [*config.reward.function, *config.reward.validation, *env.tools]
+    functions += filter(None, (env.path, config.ppo.loss, config.ppo.advantages))
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
         copy = reward_copy(run, path)

@@ -95,6 +95,8 @@ class Hyper:
     coef: float = 0.0  # of what a teacher says
     top_k: int = 0
     divergence: str = "forward"
+    loss: Any = None  # a user's, of a row: log-probs, new and old, advantages, the reference's
+    estimate: Any = None  # a user's advantages of all rows: rewards, values
 
 
 @dataclass
@@ -371,11 +373,12 @@ def ppo_step(
         if value:
             old_values = [value_of(run(value, row)[:, 0], h) for row in step.rows]
             zero_head(value, old_values, step, h, old, ref, kl_coef)
-        adv, returns, kls = [], [], []
+        adv, returns, kls, earned = [], [], [], []
         for i, row in enumerate(step.rows):
             penalty = kl(old[i], ref[i], h.kl_kind)
             kls.append(penalty.sum().item())
             rewards = rewards_of(row, penalty, kl_coef)
+            earned.append(rewards)
             lam = lambda_of(row, h)
             lam = lam if h.baseline == "value" else 1.0  # without values: the rewards-to-go
             adv.append(advantages_of(rewards, old_values[i], h.gamma, lam))
@@ -397,6 +400,7 @@ def ppo_step(
                 at = at or [j for j in every if t < len(step.rows[j].response)]
                 paid = sum(paid_to_go(step.rows[j], h.gamma, t) for j in at) / len(at)
                 adv[i][t] = adv[i][t] - mean - paid
+        adv = h.estimate(earned, old_values) if h.estimate else adv
         if h.whiten:
             every = torch.cat(adv)
             variance = every.var() if len(every) > 1 else torch.zeros_like(every[0])
@@ -432,7 +436,9 @@ def ppo_step(
             if h.top_k:
                 every = torch.log_softmax(run(policy, step.rows[i]) / h.temperature, dim=-1)
                 bonus = bonus + h.coef * divergence_of(every, said[i], h)
-            token_losses.append(policy_loss(logp, old[i], adv[i], h) * weights[i] + bonus)
+            of_row = logp, old[i], adv[i]
+            surrogate = h.loss(*of_row, ref[i]) if h.loss else policy_loss(*of_row, h)
+            token_losses.append(surrogate * weights[i] + bonus)
         loss = aggregate(token_losses, h.aggregate)
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
