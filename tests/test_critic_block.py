@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from critic_arms import deviation_baseline, digits_baseline, first_tokens
+from critic_arms import Arm, Deviation, Digits, first_tokens
 from critic_block import Block, Job
 from critic_plan import quotas, write_sums
 from critic_study import flags_of
@@ -28,7 +28,6 @@ from critic_tables import (
 )
 from measured import DOCS, read_figures
 
-from splitppo.critic.baselines import Mean
 from splitppo.rollout import Episode, Rollout, Segment
 
 
@@ -54,9 +53,9 @@ def test_no_sum_is_trained_on_and_held_out_in_either_order(tmp_path: Path) -> No
 
 
 def advantages(
-    replaced: Any, sources: list[str], samples: int, scores: list[float], lengths: list[int]
+    arm: type[Arm], sources: list[str], samples: int, scores: list[float], lengths: list[int]
 ) -> list[float]:
-    """Of the first token of each row, with this in place of the product's mean."""
+    """Of the first token of each row."""
     config = SimpleNamespace(
         rollout=SimpleNamespace(batch_size=len(sources), samples=samples),
         ppo=SimpleNamespace(gamma=1.0),
@@ -71,10 +70,7 @@ def advantages(
     sizes = torch.tensor(lengths)
     rewards = torch.zeros(rollout.tokens)
     rewards[sizes.cumsum(0) - 1] = torch.tensor(scores)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mean, "means", replaced)
-        mean = Mean(context, cast(Any, None))
-        found = mean.estimate(rollout, rewards, rewards, first=True, pretraining=False)
+    found = arm(context, cast(Any, None)).estimate(rollout, rewards, rewards)
     assert torch.equal(
         found.advantages, found.advantages[first_tokens(sizes)].repeat_interleave(sizes)
     )
@@ -84,14 +80,14 @@ def advantages(
 def test_baselines_by_hand() -> None:
     rows = [1.0, 0, 0, 1], [1, 2, 1, 3]  # scores and lengths
     third = 1 / 3
-    found = advantages(digits_baseline, ["a", "b", "b", "b"], 1, *rows)
+    found = advantages(Digits, ["a", "b", "b", "b"], 1, *rows)
     assert found == pytest.approx([0, -third, -third, 2 * third])
     # mean 1/2, deviation sqrt(4 * 1/4 / 3)
     z = 0.5 / (third**0.5 + 1e-6)
-    assert advantages(deviation_baseline, ["a"] * 4, 4, *rows) == pytest.approx([z, -z, -z, z])
+    assert advantages(Deviation, ["a"] * 4, 4, *rows) == pytest.approx([z, -z, -z, z])
     # two prompts of two responses: the second's are alike
     z = 0.5 / (0.5**0.5 + 1e-6)
-    found = advantages(deviation_baseline, ["a"] * 4, 2, [1.0, 0, 1, 1], [1, 2, 1, 3])
+    found = advantages(Deviation, ["a"] * 4, 2, [1.0, 0, 1, 1], [1, 2, 1, 3])
     assert found == pytest.approx([z, -z, 0, 0])
 
 

@@ -233,7 +233,7 @@ def test_messages_hold_every_shared_row_once(chunks):
     own_ = ownership(3, 2, batch=23)
     for a, c in itertools.product(range(3), range(2)):
         count = len(own_.between("actor", a, "critic", c))
-        rows = chunk_sizes(count, chunks)
+        rows: Any = chunk_sizes(count, chunks)
         assert len(rows) == chunks
         assert sum(rows) == count
 

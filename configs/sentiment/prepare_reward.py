@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from splitppo.data.raw import KINDS, raw_rows
+from splitppo.data.raw import raw_rows
 from splitppo.errors import UserError, command, words
 from splitppo.models.build import read_config
 from splitppo.models.tokenizer import read_tokenizer
@@ -134,9 +134,7 @@ def read_examples(file: Path, training: Training) -> list[Example]:
     """
     used = {training.text_key, training.label_key}
     is_csv = file.suffix == ".csv" and file.is_file()
-    rows = (
-        read_csv(file) if is_csv else raw_rows(str(file), "--texts", used, kinds=f".csv, {KINDS}")
-    )
+    rows = read_csv(file) if is_csv else raw_rows(str(file), "--texts", used)
     return [_example(columns, training, f"{file} row {number}") for number, columns in rows]
 
 

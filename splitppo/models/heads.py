@@ -240,4 +240,4 @@ def likeliest_outputs(
     return (chosen - total).squeeze(-1), ids.int(), buckets.clamp(min=lowest).half()
 
 
-_compiled = cache(torch.compile)  # once for the policy and the reference
+_compiled: Any = cache(torch.compile)  # once for the policy and the reference

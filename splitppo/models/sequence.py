@@ -78,7 +78,7 @@ def check_heads(config: PretrainedConfig, size: int, tensor: int, setting: str) 
         )
 
 
-def _exchange(states: Tensor, group: str, size: int, to_heads: bool) -> Tensor:
+def _exchange(states: Tensor, group: Any, size: int, to_heads: bool) -> Tensor:
     tokens, heads, width = states.shape
     if to_heads:
         sent = states.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()

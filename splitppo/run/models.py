@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from splitppo.config import Config, PolicyConfig, ValueConfig
+from splitppo.config.toml import flag
 from splitppo.data import PromptSet
 from splitppo.errors import UserError
 from splitppo.models import build, lora, tiny, weights
@@ -129,10 +130,14 @@ def _packs(config: Config, name: str, model: Model) -> bool:
     ranks = config.set_shape(name).sequence
     why = find_mismatch(model.config, model.kind, packed=model.packed, cut=ranks > 1)
     where = f"{setting_of(name)}={model.name}"
-    if why and model.packed and (ranks > 1 or config.compute.packing == "on"):
+    if why and ranks > 1:
+        setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
         raise UserError(
-            f"{where}: its rows can't be packed, or cut (sequence_parallel={ranks}): {why}; leave "
-            "compute.packing and that unset"
+            f"{setting}={ranks}: {where}: its rows can't be cut: {why}; set {flag(setting)} 1"
+        )
+    if why and model.packed and config.compute.packing == "on":
+        raise UserError(
+            f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"
         )
     if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
         raise UserError(

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +10,29 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from splitppo.errors import UserError
+
+
+def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) -> None:
+    """Has `build` write a folder, names it `out` once it is complete, and prints what
+    `build` returns. A folder that holds `files` is left as it is.
+
+    Raises:
+        UserError: `out` holds something else.
+    """
+    if all((out / name).is_file() for name in files):
+        print(f"{out} is there already and complete: nothing to do")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}: exists and is not complete; remove it or choose another --out"
+        )
+    # on the same disk, but no new folder stays if something fails
+    above = next(path for path in out.absolute().parents if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=above) as scratch:
+        done = build(Path(scratch, "new"))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Path(scratch, "new").rename(out)
+    print(done)
 
 
 def answer_of(solution: str) -> str:
@@ -129,23 +153,14 @@ def prepare(
 
     target = out or Path("data", name)
     splits = ("train", "test")
-    if all((target / f"{split}.parquet").is_file() for split in splits):
-        print(f"{target} is there already and complete: nothing to do")
-        return
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"--out {target}: exists and is not complete; remove it or choose another --out"
-        )
-    # on the same disk, but no new folder stays if something fails
-    above = next(path for path in target.absolute().parents if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=above) as scratch:
-        new = Path(scratch, "new")
-        new.mkdir()
+
+    def build(folder: Path) -> str:
+        folder.mkdir()
         done = []
         for split in splits:
             rows, note = verl_rows(DATA[name], split, locate_split(DATA[name], source, split))
-            parquet.write_table(Table.from_pylist(rows), new / f"{split}.parquet")
+            parquet.write_table(Table.from_pylist(rows), folder / f"{split}.parquet")
             done.append(f"{target / split}.parquet: {len(rows):,} rows{note}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new.rename(target)
-    print(*done, sep="\n")
+        return "\n".join(done)
+
+    write_folder(target, [f"{split}.parquet" for split in splits], build)

@@ -15,9 +15,13 @@ import sys
 import torch
 from torch import Tensor
 
-from splitppo.critic.baselines import Mean
+from splitppo import algo
+from splitppo.context import Context
+from splitppo.critic.baselines import Estimate, Mean
+from splitppo.job.collectives import Group
 from splitppo.placement import Streams
 from splitppo.rollout import Rollout
+from splitppo.run import build
 from splitppo.train import main
 
 
@@ -34,32 +38,55 @@ def means(scores: Tensor, classes: Tensor) -> Tensor:
     return (total / rows.clamp(min=1))[classes]
 
 
-def digits_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor:
-    """`[N]`: the mean return of the rows with the same data_source."""
-    sources = [baseline.context.prompt(row).data_source for row in rollout.rows]
-    names = sorted({*sources})
-    lengths = torch.tensor(rollout.episode_lengths)
-    classes = torch.tensor([names.index(source) for source in sources])
-    return means(returns[first_tokens(lengths)], classes).repeat_interleave(lengths)
+class Arm(Mean):
+    """Returns less what `subtracted` gives."""
+
+    def __init__(self, context: Context, group: Group):
+        super().__init__(context, group)
+        self.context = context
+
+    def subtracted(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        """`[N]` float64, of the returns `[N]`."""
+        raise NotImplementedError
+
+    def estimate(
+        self, rollout: Rollout, rewards: Tensor, values: Tensor, **rest: object
+    ) -> Estimate:
+        gamma = self.config.ppo.gamma
+        returns = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=gamma)
+        return Estimate((returns - self.subtracted(rollout, returns)).to(returns.dtype), returns)
 
 
-def deviation_baseline(baseline: Mean, rollout: Rollout, returns: Tensor) -> Tensor:
-    """`[N]`: what is to be subtracted from the returns so that GRPO's advantages are left."""
-    config = baseline.context.config.rollout
-    lengths = torch.tensor(rollout.episode_lengths)
-    streams = Streams(config.batch_size, config.samples)
-    prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows])
-    scores = returns[first_tokens(lengths)].double()
-    errors = scores - means(scores, prompts)
-    # unbiased: by one less than the responses
-    variance = means(errors.square(), prompts) * config.samples / (config.samples - 1)
-    advantages = errors / (variance.sqrt() + 1e-6)
-    return returns.double() - advantages.repeat_interleave(lengths)
+class Digits(Arm):
+    """The mean return of the rows with the same data_source is subtracted."""
+
+    def subtracted(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        sources = [self.context.prompt(row).data_source for row in rollout.rows]
+        names = sorted({*sources})
+        lengths = torch.tensor(rollout.episode_lengths)
+        classes = torch.tensor([names.index(source) for source in sources])
+        return means(returns[first_tokens(lengths)], classes).repeat_interleave(lengths)
 
 
-BASELINES = {"digits": digits_baseline, "deviation": deviation_baseline}
+class Deviation(Arm):
+    """What is left are GRPO's advantages."""
+
+    def subtracted(self, rollout: Rollout, returns: Tensor) -> Tensor:
+        config = self.config.rollout
+        lengths = torch.tensor(rollout.episode_lengths)
+        streams = Streams(config.batch_size, config.samples)
+        prompts = torch.tensor([streams.slot_prompt(row) for row in rollout.rows])
+        scores = returns[first_tokens(lengths)].double()
+        errors = scores - means(scores, prompts)
+        # unbiased: by one less than the responses
+        variance = means(errors.square(), prompts) * config.samples / (config.samples - 1)
+        advantages = errors / (variance.sqrt() + 1e-6)
+        return returns.double() - advantages.repeat_interleave(lengths)
+
+
+ARMS = {"digits": Digits, "deviation": Deviation}
 
 if __name__ == "__main__":
-    if sys.argv[1] in BASELINES:
-        setattr(Mean, "means", BASELINES[sys.argv[1]])  # noqa: B010
+    if sys.argv[1] in ARMS:
+        setattr(build, "Mean", ARMS[sys.argv[1]])  # noqa: B010
     os._exit(main(sys.argv[2:]))

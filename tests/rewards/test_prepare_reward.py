@@ -191,7 +191,7 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,label\n\xff,1\n")
     for name, told in (
         ("none.csv", "no such file"),
-        ("a.txt", "unknown kind of file; use .csv, .parquet, .json"),
+        ("a.txt", "unknown kind of file; use .parquet, .json"),
         ("a.parquet", "no parquet file"),
         ("a.csv", "not CSV in UTF-8"),
     ):

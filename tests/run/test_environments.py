@@ -77,7 +77,7 @@ def test_calls_that_the_template_does_not_show_need_a_format(folder: Path):
 
 def test_a_template_that_rewrites_is_refused_or_passed_over(folder: Path):
     env = "--env.path={d}/env.py:Env"
-    with pytest.raises(UserError, match=r"rewrites message \d \(assistant\) once more follow"):
+    with pytest.raises(UserError, match="rewrites a dialogue once more messages follow"):
         tried(folder, "forgets", env)
     assert "warning: the environment" not in tried(folder, "forgets", env, "--env.rewritten=keep")
 

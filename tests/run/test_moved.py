@@ -143,7 +143,7 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     assert told.err == ""
     policy = moved / "run" / "export" / "step_000004" / "policy"
     card = (policy / "README.md").read_text()
-    assert 'policy.path = "base"' in card
+    assert "Started from base" in card
     assert "torch" in card
     typed_words = json.loads((moved / "run" / "versions.json").read_text())["command"].split()
     assert not [word for word in typed_words if len(word) > 5 and word in card]

@@ -545,6 +545,7 @@ def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[
         device=torch.device("cpu"),
         models=models,
         eos={},
+        user_settings=(),
     )
     return warnings(resolved)
 
