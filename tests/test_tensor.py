@@ -431,8 +431,8 @@ def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, fl
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
     # a rank of four has rows 3 and 7 alone
     mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]
-    scores, *_ = reward.score([Prompt("", [], "", "", {})] * len(mine), mine, RewardConfig())
-    return dict(zip([sample.row for sample in mine], scores.tolist(), strict=True))
+    scored = reward.score([Prompt("", [], "", "", {})] * len(mine), mine, RewardConfig())
+    return {sample.row: row.score for sample, row in zip(mine, scored, strict=True)}
 
 
 @pytest.mark.parametrize(

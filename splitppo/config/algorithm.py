@@ -315,8 +315,16 @@ class RewardConfig:
     """Score of a function that failed: a time-out, an exception, or a result that is not a finite
     number. Also of an environment that failed, in place of its rewards."""
     model: str | None = None
-    """Folder or hub name of a reward model: sequence classification with one label. Runs on the
-    critic ranks."""
+    """Folder or hub name of a reward model: sequence classification with one label, or `label`.
+    Runs on the critic ranks."""
+    label: str | None = None
+    """Of a reward model with several labels, the one whose probability is the score."""
+    steps: str | None = None
+    """What ends a step of a response, such as an empty line. The reward model then scores the text
+    up to the end of each step, and the step's last token is paid. Unset: the row as a whole."""
+    step_token: str | None = None
+    """A token of the reward model that stands in its text in the place of each `steps`; there it
+    scores the step. The policy never sees it."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
     model_offload: bool = False

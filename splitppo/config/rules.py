@@ -3,6 +3,7 @@ touched."""
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -80,6 +81,11 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda v: "" not in v,
         "holds an empty string, which would end every response at once; drop it",
         "rollout.stop",
+    ),
+    (
+        lambda v: not re.fullmatch(r"(\\[nrt])*", v),
+        "is empty, or letters behind backslashes; write $'\\n\\n' in a shell for an empty line",
+        "reward.steps",
     ),
     (
         lambda v: len({*v}) == len(v),
@@ -239,6 +245,18 @@ def _of_reward(config: Config) -> Contradictions:
             functions != ("none",) and ("none" in functions or not functions),
             f"reward.function={' '.join(functions)}: name functions, or none alone beside a "
             "reward.model",
+        ),
+        *(
+            (
+                setting is not None and reward.model is None,
+                f"reward.{name}={setting!r} is of a reward.model, and none is set; unset it",
+            )
+            for name, setting in (("label", reward.label), ("steps", reward.steps))
+        ),
+        (
+            reward.step_token and not reward.steps,
+            f"reward.step_token={reward.step_token} stands behind the steps of a text, and "
+            "reward.steps is unset; say there what ends a step",
         ),
         (
             "none" in reward.validation,

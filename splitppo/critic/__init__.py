@@ -22,7 +22,7 @@ from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
-from splitppo.rewards.scorer import Failure, Pending, Scorer, count_failures, to_score
+from splitppo.rewards.scorer import Failure, Pending, Scored, Scorer, count_failures, to_score
 from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores, spread_of
 from splitppo.rollout import Rollout, add_turn_rewards, digest, pack
 
@@ -85,8 +85,10 @@ class Critic:
         self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        reward = context.named.reward
         scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
-        self.scored_by = digest(*scored_by(context.named.reward))
+        steps = filter(None, (reward.label, reward.steps, reward.step_token))
+        self.scored_by = digest(*scored_by(reward), *steps)
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         # reward function -> rows of each step, to the last, of which none got a score
         self.failing: dict[str, list[int]] = {}
@@ -117,21 +119,25 @@ class Critic:
         scores = torch.zeros(len(rollout.rows))
         extra: dict[str, list[float]] = {}
         failures: list[tuple[int, Failure]] = []
+        spans: list[Tensor] = []
+        sources: dict[str, list[Scored]] = {}  # by how the names of their figures begin
         if self.reward_model:
             prompts = [self.context.prompt(row) for row in rollout.rows]
-            scores, extra, failures = self.reward_model.score(
+            sources[""] = self.reward_model.score(
                 prompts, rollout.episodes, self.context.config.reward
             )
-        results = self.group.of_first(pending)
-        for row, result in zip(rollout.rows, results, strict=True):
-            for name, figure in result.figures.items():
-                extra.setdefault(f"reward/{name}", []).append(figure)
-            failures += [(row, failure) for failure in result.failures]
-            if result.spans is not None:
-                extra.setdefault("spans", []).append(float(len(result.spans)))
-        scores = scores + torch.tensor([result.score for result in results])
-        paid = place_spans(rollout, [result.spans or [] for result in results], self.context.decode)
-        return ScoredRows(rollout, values, scores, extra, failures, refs, [paid], taught)
+        sources["reward/"] = self.group.of_first(pending)
+        for prefix, results in sources.items():
+            for row, result in zip(rollout.rows, results, strict=True):
+                for name, figure in result.figures.items():
+                    extra.setdefault(f"{prefix}{name}", []).append(figure)
+                failures += [(row, failure) for failure in result.failures]
+                if result.spans is not None:
+                    extra.setdefault("spans", []).append(float(len(result.spans)))
+            scores = scores + torch.tensor([result.score for result in results])
+            of_rows = [result.spans or [] for result in results]
+            spans.append(place_spans(rollout, of_rows, self.context.decode))
+        return ScoredRows(rollout, values, scores, extra, failures, refs, spans, taught)
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next

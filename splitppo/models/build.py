@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -152,8 +153,6 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     if kind == "reward":
         if not scores:
             need = "a sequence classification"
-        elif config.num_labels != 1:
-            need = f"of one number a text: config.json has num_labels {config.num_labels}"
     elif not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif kind == "policy" and re.search("Classification|Reward", str(config.architectures)):
@@ -202,6 +201,30 @@ def bound(
     return config
 
 
+def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> PretrainedConfig:
+    """A reward model's configuration with the label whose probability is the score; None: it has
+    one label, whose number is the score. Raises UserError if it has no such label."""
+    known: Any = config.label2id or {}
+    count = cast(Any, config).num_labels
+    if label in known and count > 1:
+        cast(Any, config).score_label = known[label]
+    elif label is not None or count != 1:
+        raise UserError(
+            f"reward.label={label or 'unset'}: {folder} gives {count} numbers a text, of the "
+            f"labels {', '.join(known)}; set it to the label whose probability is the score, and "
+            "not if there is one"
+        )
+    return config
+
+
+def auto_class(config: PretrainedConfig, kind: Kind) -> Any:
+    """The class of transformers that makes the model."""
+    if kind != "reward":
+        return AutoModelForCausalLM
+    at_each_token = "ForTokenClassification" in str(config.architectures)
+    return AutoModelForTokenClassification if at_each_token else AutoModelForSequenceClassification
+
+
 def build(
     config: PretrainedConfig,
     kind: Kind,
@@ -214,7 +237,7 @@ def build(
     head `score`, if it has these. With `packed` the model takes packed rows (attention.py), and no
     others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
-    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    auto = auto_class(config, kind)
     with no_init_weights(), on_meta():
         model = auto.from_config(
             config,

@@ -205,11 +205,19 @@ def head_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
     return batch.join(model(batch.before, **batch.inputs)[:, 0].float())
 
 
+def read_scores(outputs: Tensor, config: Any) -> Tensor:
+    """A reward model's scores `[...]` float32 of its outputs `[..., labels]`: the number of its one
+    label, or the probability of the one that is named."""
+    label = getattr(config, "score_label", None)
+    scores = outputs.float()
+    return scores[..., 0] if label is None else scores.softmax(-1)[..., label]
+
+
 def last_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
     """A reward model's scores `[N]` float32 at the response tokens themselves, of packed rows. They
     are read off all tokens: a state may be with another rank than the one before it."""
     every = torch.arange(batch.inputs["input_ids"].shape[1], device=batch.chosen.device)
-    scores = model(every, **batch.inputs)[:, 0].float()
+    scores = read_scores(model(every, **batch.inputs), model.config)
     return batch.whole(scores)[batch.chosen + 1]
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
 from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
-from splitppo.models.build import Kind, build, code_of
-from splitppo.models.heads import PolicyOutputs, head_outputs, last_scores
+from splitppo.models.build import Kind, auto_class, build, code_of
+from splitppo.models.heads import PolicyOutputs, head_outputs, last_scores, read_scores
 from splitppo.rollout import Episode, episode_of
 
 # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
@@ -122,7 +122,8 @@ def _expected(plain: Any, head: nn.Module, kind: Kind, episode: Episode) -> Tens
     ids = episode.ids.long()[None]
     n = len(episode.response)
     if kind == "reward":
-        return plain(input_ids=ids).logits[0]
+        logits = plain(input_ids=ids).logits  # of the text, or of its tokens
+        return read_scores(logits.flatten(0, -2)[-1:], plain.config)
     if kind == "value":
         return head(plain.base_model(input_ids=ids, use_cache=False)[0])[0, -n - 1 : -1, 0]
     logprobs = plain(input_ids=ids, use_cache=False).logits[0, -n - 1 : -1].log_softmax(-1)
@@ -131,10 +132,11 @@ def _expected(plain: Any, head: nn.Module, kind: Kind, episode: Episode) -> Tens
 
 def _random_model(config: PretrainedConfig, kind: Kind) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    auto: Any = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
-    model: Any = auto.from_config(
-        deepcopy(config), dtype=torch.float32, trust_remote_code=bool(code_of(config))
-    ).eval()
+    model: Any = (
+        auto_class(config, kind)
+        .from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=bool(code_of(config)))
+        .eval()
+    )
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(

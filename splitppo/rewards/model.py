@@ -1,9 +1,13 @@
-"""A learned reward: a sequence-classification checkpoint with one label, sharded over the critic
-ranks."""
+"""A learned reward: a checkpoint that classifies texts or tokens, sharded over the critic ranks. It
+scores a row, or each of its steps."""
 
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,30 +16,66 @@ from torch import Tensor, nn
 from splitppo.config import RewardConfig
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import MicroBatch
-from splitppo.models.heads import last_scores
+from splitppo.models.heads import last_scores, read_scores
 from splitppo.models.runner import Frozen, Runner
-from splitppo.models.tokenizer import find_differences
+from splitppo.models.tokenizer import find_differences, token_ends
 from splitppo.rewards.functions import Failure
-from splitppo.rollout import Episode, Prompt, dialogue, episode_of
+from splitppo.rewards.scorer import Scored
+from splitppo.rewards.steps import Steps, find_places
+from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, dialogue
+
+ROWS = 2**40  # more than a run has: a row's further texts are numbered behind them
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the reward model reads a row.
+
+    Attributes:
+        texts: token ids, and the places at which the model scores.
+        ends: where the row's steps end, in characters of its last message; none: it is scored as a
+            whole.
+        which: of each step (of the whole) the score, counted over all texts.
+        cut: whether the text lost its beginning.
+    """
+
+    texts: list[tuple[list[int], list[int]]]
+    ends: list[int]
+    which: list[int]
+    cut: bool
 
 
 class RewardText:
     """Turns a prompt and its response into the reward model's token ids.
 
-    With the policy's vocabulary and chat template, these are the policy's ids. Otherwise the text
-    is tokenised again: with `chat` and a chat template of the reward model, as a conversation; else
-    as plain text, prompt and response. `read` makes messages of what an environment said.
-    `tokenizer` is the reward model's. A text of more than
-    `longest` tokens, the most that the model can read, loses its beginning.
+    With the policy's vocabulary and chat template, these are the policy's ids, unless `steps` have
+    a token. Otherwise the text is tokenised again: with `chat` and a chat template of the reward
+    model, as a conversation; else as plain text, prompt and response. `tokenizer` is the reward
+    model's. A text of more than `longest` tokens, the most that the model can read, loses its
+    beginning. `one_pass`: what the model says at a token depends on the text up to it alone, so
+    that all steps are scored in one text; else each in a text that ends with it.
     """
 
-    def __init__(self, tokenizer: Any, policy: Any, *, chat: bool, longest: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        policy: Any,
+        *,
+        chat: bool,
+        longest: int,
+        steps: Steps | None = None,
+        one_pass: bool = False,
+    ):
         self.tokenizer = tokenizer
         self.policy = policy
         self.longest = longest
+        self.steps = steps
+        self.one_pass = one_pass
         template = getattr(tokenizer, "chat_template", None)
-        self.same = template == getattr(policy, "chat_template", None) and not find_differences(
-            tokenizer, policy
+        self.same = (
+            template == getattr(policy, "chat_template", None)
+            and not find_differences(tokenizer, policy)
+            and not (steps and steps.token)
         )
         self.chat = chat and template is not None
         own_form = (
@@ -45,25 +85,69 @@ class RewardText:
         )
         # the form in which the reward model gets rows, for the user
         self.reads = "the policy's token ids" if self.same else own_form
+        if steps:
+            self.reads += f"; each step in {'the same' if one_pass else 'its own'} pass"
         tokenizer.truncation_side = "left"
 
-    def encode(self, prompt: Prompt, episode: Episode) -> tuple[list[int], bool]:
-        """Token ids, and whether the beginning was cut."""
-        decode = partial(self.policy.decode, skip_special_tokens=True)
+    def encode(self, prompt: Prompt, episode: Episode) -> Reading:
+        """The row as the model reads it."""
+        said, heard = episode.turns[-1]
+        ends = self.steps.ends(self._decode(said)) if self.steps else []
+        text = ""
+        marks: list[int] = []
         if self.same:
             ids = episode.ids.tolist()
+            cut = len(ids) > self.longest
+            first = len(ids) - len(heard) - len(said)
+            held = token_ends(self._decode, said) if ends else []
+            places = [first + bisect_left(held, end) for end in ends]
         else:
-            messages = dialogue(prompt, episode, lambda ids: decode(list(ids)))
-            if self.chat:
-                ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-            else:
-                text = ("\n" if prompt.messages else "").join(m["content"] for m in messages)
-                ids = self.tokenizer(text)["input_ids"]
-                if len(ids) > self.longest:
-                    # the tokenizer cuts, and so keeps the special tokens at both ends
-                    cut = self.tokenizer(text, truncation=True, max_length=self.longest)
-                    return cut["input_ids"], True
-        return ids[-self.longest :], len(ids) > self.longest
+            text, marks = self._render(prompt, episode)
+            ids, offsets, cut = self._tokenize(text)
+            places = find_places(offsets, marks)
+        if not ends:
+            ids = ids[-self.longest :]
+            return Reading([(ids, [len(ids) - 1])], [], [0], cut)
+        if self.one_pass and not cut:
+            scored = sorted({*places})
+            return Reading([(ids, scored)], ends, [*map(scored.index, places)], cut)
+        heads = [ids[: place + 1][-self.longest :] for place in places] if self.same else []
+        heads = heads or [self._tokenize(text[:mark])[0] for mark in marks]
+        return Reading([(head, [len(head) - 1]) for head in heads], ends, [*range(len(ends))], cut)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.policy.decode(list(ids), skip_special_tokens=True)
+
+    def _render(self, prompt: Prompt, episode: Episode) -> tuple[str, list[int]]:
+        """The row as one text, and where the steps of the last message end in it."""
+        messages = dialogue(prompt, episode, self._decode)
+        last = next(message for message in reversed(messages) if message["role"] == "assistant")
+        answer = last["content"]
+        marked, marks = self.steps.mark(answer) if self.steps else (answer, [])
+        last["content"] = marked
+        text = ("\n" if prompt.messages else "").join(m["content"] for m in messages)
+        rendered = text
+        if self.chat:
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        # some templates strip a message, and some leave out parts of it
+        bare = marked.strip()
+        text = rendered if bare in rendered or not marks else text
+        begin = text.rfind(bare) - (len(marked) - len(marked.lstrip()))
+        return text, [begin + min(mark, len(marked.rstrip())) for mark in marks]
+
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]], bool]:
+        """Token ids, where each begins and ends in the text, and whether the beginning was cut."""
+        tokenize = partial(
+            self.tokenizer,
+            text,
+            add_special_tokens=not self.chat,
+            return_offsets_mapping=self.steps is not None,
+        )
+        encoded = tokenize()
+        cut = len(encoded["input_ids"]) > self.longest
+        if cut:  # by the tokenizer, which keeps the special tokens at both ends
+            encoded = tokenize(truncation=True, max_length=self.longest)
+        return encoded["input_ids"], encoded.get("offset_mapping", []), cut
 
 
 class RewardModel(Frozen):
@@ -76,34 +160,49 @@ class RewardModel(Frozen):
 
     def score(
         self, prompts: Sequence[Prompt], episodes: Sequence[Episode], config: RewardConfig
-    ) -> tuple[Tensor, dict[str, list[float]], list[tuple[int, Failure]]]:
-        """The model's part of the rows' scores `[B]` float32, weighted; its figures: the raw score,
-        and 1 where the beginning of the text was cut; and the rows on which it failed. All ranks of
-        the group must call it, even those without rows."""
-        encoded = [
+    ) -> list[Scored]:
+        """The model's part of the rows' scores, weighted, with what is paid for steps; its figures:
+        the raw score, and 1 where the beginning of the text was cut. All ranks of the group must
+        call it, even those without rows."""
+        readings = [
             self.text.encode(prompt, episode)
             for prompt, episode in zip(prompts, episodes, strict=True)
         ]
-        # the last token stands for the response: a text has one score
         texts = [
-            episode_of(episode.row, ids[:-1], ids[-1:])
-            for episode, (ids, _) in zip(episodes, encoded, strict=True)
+            _scored_at(episode.row + number * ROWS, ids, places)
+            for episode, reading in zip(episodes, readings, strict=True)
+            for number, (ids, places) in enumerate(reading.texts)
         ]
-        (scores,) = self.run(texts)
-        wrong = f"reward.model={config.model} returned {{}}; check its weights and --compute.dtype"
+        (outputs,) = self.run(texts)
+        every = iter(outputs.tolist())
+        return [
+            self._score(reading, [*islice(every, sum(len(at) for _, at in reading.texts))], config)
+            for reading in readings
+        ]
+
+    def _score(self, reading: Reading, outputs: Sequence[float], config: RewardConfig) -> Scored:
+        """A row's score of the model's outputs at its places."""
+        scores = [outputs[i] for i in reading.which]
+        ends = reading.ends
         failures = [
-            (episode.row, Failure("reward model", "invalid", wrong.format(score)))
-            for episode, score in zip(episodes, scores.tolist(), strict=True)
+            Failure(
+                "reward model",
+                "invalid",
+                f"reward.model={config.model} returned {score}; check its weights and "
+                "--compute.dtype",
+            )
+            for score in scores
             if not math.isfinite(score)
         ]
-        scores = torch.where(scores.isfinite(), scores, config.failed_score)
-        return (
-            scores * config.model_weight,
-            {
-                "reward_model": scores.tolist(),
-                "reward_model_cut": [float(cut) for _, cut in encoded],
-            },
-            failures,
+        if failures:
+            scores = [config.failed_score]
+            ends = []
+        weighted = [score * config.model_weight for score in scores]
+        return Scored(
+            sum(weighted),
+            {"reward_model": sum(scores), "reward_model_cut": float(reading.cut)},
+            tuple(failures[:1]),
+            [*zip(ends, weighted, strict=False)] if self.text.steps else None,
         )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:
@@ -121,8 +220,19 @@ class RewardModel(Frozen):
             used = set(ids[mask].tolist())
             pad = model.config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
         ids = ids.masked_fill(~mask, pad)
-        logits = model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits
-        return [logits[: len(batch.before), 0].float()]
+        outputs = model(input_ids=ids, attention_mask=mask.to(torch.int64)).logits
+        if outputs.dim() == 3:  # of each token
+            outputs = outputs.flatten(0, 1)[batch.before + 1]
+        return [read_scores(outputs[: len(batch.before)], model.config)]
+
+
+def _scored_at(row: int, ids: Sequence[int], places: Sequence[int]) -> Episode:
+    """A text as a row whose response tokens are those at which the model scores."""
+    segments = []
+    for place, following in zip(places, [*places[1:], places[-1] + 1], strict=True):
+        segments.append(Segment(array(IDS, [ids[place]]), array(LOGPROBS)))
+        segments.append(Segment(array(IDS, ids[place + 1 : following]), None))
+    return Episode(row, array(IDS, ids[: places[0]]), tuple(segments), "eos")
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:

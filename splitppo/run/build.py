@@ -36,6 +36,7 @@ from splitppo.placement import Role
 from splitppo.policy import Policy, Surrogate, UsersLoss
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
+from splitppo.rewards.steps import Steps
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.folder import fingerprint
@@ -311,6 +312,8 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
+            steps=Steps(reward.steps, reward.step_token) if reward.steps else None,
+            one_pass=model.packed,
         )
         if runner.group.is_first:
             say(f"reward model: reads {text.reads}")

@@ -77,13 +77,17 @@ def read_model(
     if is_value:
         model_config = build.shorten(model_config, config.value.layers, origin)
         model_config = build.bound(model_config, config.value.range, origin)
+    if name == "reward":
+        model_config = build.choose_label(model_config, config.reward.label, origin)
     model = Model(
         kind=KINDS[name],
         name=origin,
         path=path,
         config=model_config,
         random_init=config.policy.random_init,
-        packed=config.set_shape(name).sequence > 1 or (wanted and name != "reward"),
+        # all steps of a row in one pass
+        packed=config.set_shape(name).sequence > 1
+        or bool(config.reward.steps if name == "reward" else wanted),
         trainable=_trainable(config, name, path, adapter),
     )
     if path != "tiny":
@@ -135,6 +139,8 @@ def _packs(config: Config, name: str, model: Model) -> bool:
         raise UserError(
             f"{setting}={ranks}: {where}: its rows can't be cut: {why}; set {flag(setting)} 1"
         )
+    if name == "reward":  # else it takes a pass a step
+        return not why
     if why and model.packed and config.compute.packing == "on":
         raise UserError(
             f"compute.packing=on: {where}: rows can't be packed: {why}; use auto or off"

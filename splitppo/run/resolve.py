@@ -27,6 +27,7 @@ from splitppo.models.sequence import check_heads
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.trainable import cost_of
 from splitppo.placement import Placement, Role, check_sets, holders
+from splitppo.rewards.steps import check_steps
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.models import Model, check_sizes, hold_against, read_model, setting_of
 from splitppo.run.sources import model_paths
@@ -213,7 +214,8 @@ def resolve(
             for name, origin in model_paths(config).items()
         }
         if "reward" in models:
-            read_tokenizer(models["reward"].path, own_code=own_code)
+            other = read_tokenizer(models["reward"].path, own_code=own_code)
+            check_steps(other, config.reward)
         policy = models["policy"]
         tokenizer = (
             tiny.build_tokenizer()

@@ -123,8 +123,9 @@ def scores_of_rank(
     prompts, samples = some_rows(tokenizer)
     # a rank without rows takes part
     mine = {1: [[0, 1, 2, 3]], 3: [[0, 1, 3], [2], []]}[world][rank]
-    scores, *_ = found.score([prompts[i] for i in mine], [samples[i] for i in mine], RewardConfig())
-    return dict(zip(mine, scores.tolist(), strict=True))
+    scored = found.score([prompts[i] for i in mine], [samples[i] for i in mine], RewardConfig())
+    assert all(row.spans is None for row in scored)
+    return {i: row.score for i, row in zip(mine, scored, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -153,19 +154,25 @@ def test_scores_are_the_librarys(
     assert len({round(score, 3) for score in expected}) == 4
 
 
+def whole(text: RewardText, prompt: Prompt, sample: Episode) -> tuple[list[int], bool]:
+    """The ids of a row that is scored as a whole, and whether its beginning was cut."""
+    reading = text.encode(prompt, sample)
+    ((ids, places),) = reading.texts
+    assert (places, reading.ends, reading.which) == ([len(ids) - 1], [], [0])
+    return ids, reading.cut
+
+
 def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, Path]) -> None:
     tokenizer, own = (
         AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder")
     )
     text = RewardText(own, tokenizer, chat=True, longest=8)
     prompts, samples = some_rows(tokenizer)
-    ids, cut = text.encode(prompts[1], samples[1])
-    assert cut
-    assert ids == own("123123")["input_ids"]
-    assert text.encode(prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
+    assert whole(text, prompts[1], samples[1]) == (own("123123")["input_ids"], True)
+    assert whole(text, prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
     same = RewardText(tokenizer, tokenizer, chat=True, longest=5)
     assert same.reads == "the policy's token ids"
-    assert same.encode(prompts[1], samples[1]) == (samples[1].ids[-5:].tolist(), True)
+    assert whole(same, prompts[1], samples[1]) == (samples[1].ids[-5:].tolist(), True)
 
 
 def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
@@ -178,16 +185,16 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     prompts, samples = some_rows(tokenizer)
     text = RewardText(own, tokenizer, chat=True, longest=99)
     assert text.reads == "the text in its own chat template"
-    spoken = text.encode(prompts[0], samples[0])[0]
+    spoken = whole(text, prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
     system = Prompt(
         "x", prompts[0].tokens, "echo", "", {}, messages=[{"role": "system", "content": "hi"}]
     )
-    spoken = text.encode(system, samples[0])[0]
+    spoken = whole(text, system, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
     plain = RewardText(own, tokenizer, chat=False, longest=99)
     assert plain.reads == "plain text, the response behind the prompt"
-    assert plain.encode(system, samples[0])[0] == own("hi\n12")["input_ids"]
+    assert whole(plain, system, samples[0])[0] == own("hi\n12")["input_ids"]
 
 
 def test_a_run_learns_from_a_model_and_a_function(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -324,7 +331,7 @@ def test_an_encoders_rows_are_not_cut(folders: dict[str, Path], capsys) -> None:
     [
         (
             {"num_labels": 2, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}},
-            "has num_labels 2",
+            "reward.label=unset: ",
         ),
         ({"model_type": "mamba"}, "is not a sequence classification"),
     ],

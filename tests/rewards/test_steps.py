@@ -1,0 +1,274 @@
+"""A process reward model against a loop over the heads of each text, one forward pass each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from episodes import episode
+from ranks import run_ranks
+from runs import main_rank, records
+from test_reward_model import CPU, folders, letters, spread
+from tiers import wide
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
+
+from splitppo import train
+from splitppo.config import Config, RewardConfig
+from splitppo.job.collectives import Group
+from splitppo.models import build, weights
+from splitppo.models.runner import Runner
+from splitppo.models.sharding import parallelize
+from splitppo.models.tokenizer import read_tokenizer
+from splitppo.rewards.model import RewardModel, RewardText, longest_text
+from splitppo.rewards.scorer import Scored
+from splitppo.rewards.steps import Steps
+from splitppo.rollout import Episode, Prompt
+from splitppo.run.models import read_model
+
+__all__ = ["folders"]  # the fixture
+
+LABELS: Any = {
+    "num_labels": 2,
+    "id2label": {0: "bad", 1: "good"},
+    "label2id": {"bad": 0, "good": 1},
+}
+# prompt, response, the ends of its steps
+ROWS = [
+    ("12=", "1+23+4", [2, 5, 6]),
+    ("3=", "+0++77+", [2 + 1, 7]),
+    ("21=", "", []),
+    ("5=", "94", [2]),
+    ("5=", "1+1+1+1+1+1", [2, 4, 6, 8, 10, 11]),
+]
+
+
+@pytest.mark.parametrize(
+    ("separator", "text", "ends"),
+    [
+        ("\n\n", "a\n\nb\n\n", [3, 6]),
+        ("\n\n", "a\n\nb", [3, 4]),
+        ("\n\n", "\n\na\n\n\n\n b \n", [5, 11]),
+        ("\n\n", " \n", []),
+        ("\n", "é\n🙂", [2, 3]),
+        ("Step", "Stepa Step", [4 + 1 + 5]),
+        ("\n\n", "", []),
+    ],
+)
+def test_where_steps_end(separator: str, text: str, ends: list[int]) -> None:
+    assert Steps(separator).ends(text) == ends
+    marked, marks = Steps(separator, "<s>").mark(text)
+    assert len(marks) == len(ends)
+    assert all(marked[:mark].endswith("<s>") for mark in marks)
+    assert Steps(separator).mark(text) == (text, ends)
+    if ends:
+        assert marked.count("<s>") == len(ends)
+
+
+@pytest.fixture(scope="module")
+def models(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Decoders with the policy's ids (two labels; of tokens), and one with a tokenizer of its own
+    that has a marker."""
+    root = tmp_path_factory.mktemp("steps")
+    shape: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": None}
+    size = build.read_config(str(folders["policy"])).vocab_size
+    torch.manual_seed(3)
+    for name, auto in (
+        ("labels", AutoModelForSequenceClassification),
+        ("tokens", AutoModelForTokenClassification),
+        ("marked", AutoModelForSequenceClassification),
+    ):
+        auto: Any
+        vocab = 60 if name == "marked" else size
+        config = LlamaConfig(vocab_size=vocab, classifier_dropout=0.0, **shape, **LABELS)
+        spread(auto.from_config(config)).save_pretrained(root / name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folders["policy"])
+        if name == "marked":
+            tokenizer = letters(root / name, encoder=False)
+            tokenizer.add_special_tokens({"additional_special_tokens": ["<s>"]})
+            tokenizer.chat_template = (
+                "{% for m in messages %}{{ m.role[0] }}!{{ m.content | trim }}?{% endfor %}"
+            )
+        tokenizer.save_pretrained(root / name)
+    return folders | {name: root / name for name in ("labels", "tokens", "marked")}
+
+
+def rows_of(tokenizer: Any) -> tuple[list[Prompt], list[Episode]]:
+    prompts, rows = [], []
+    for row, (asked, said, _) in enumerate(ROWS):
+        tokens, ids = (tokenizer(text)["input_ids"] for text in (asked, said))
+        prompts.append(Prompt(asked, tokens, "echo", "", {}))
+        rows.append(episode(row, tokens, [*ids, tokenizer.eos_token_id]))
+    return prompts, rows
+
+
+def steps_rank(
+    rank: int, folder: Path, policy: Path, world: int, steps: Steps, how: dict[str, Any]
+) -> dict[int, Scored]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
+    tokenizer, own = (read_tokenizer(str(path)) for path in (policy, folder))
+    config = build.read_config(str(folder))
+    build.choose_label(config, "good" if config.num_labels == 2 else None, "")
+    model = build.build(config, "reward", packed=how["one_pass"]).requires_grad_(False)
+    parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
+    weights.fill(model, str(folder), device=CPU)
+    longest = longest_text(config, own)
+    text = RewardText(own, tokenizer, chat=True, **{"longest": longest, "steps": steps} | how)
+    found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=False)
+    prompts, rows = rows_of(tokenizer)
+    mine = range(len(rows))[rank::world]
+    reward = RewardConfig(model_weight=0.5)
+    scored = found.score([prompts[i] for i in mine], [rows[i] for i in mine], reward)
+    return dict(zip(mine, scored, strict=True))
+
+
+def score_by_the_library(model: Any, ids: list[int]) -> float:
+    with torch.no_grad():
+        outputs = model(input_ids=torch.tensor([ids])).logits
+    outputs = outputs.flatten(0, -2)[-1]
+    return float(outputs[0] if len(outputs) == 1 else outputs.softmax(-1)[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "how"),
+    [
+        ("decoder", 1, {"one_pass": True}),
+        ("labels", 3, {"one_pass": True}),
+        ("labels", 1, {"one_pass": False}),
+        ("labels", 1, {"one_pass": True, "longest": 7}),
+        ("tokens", 1, {"one_pass": True}),
+        ("tokens", 1, {"one_pass": False}),
+        ("encoder", 1, {"one_pass": False}),
+        ("marked", 1, {"one_pass": True}),
+        ("marked", 1, {"one_pass": False}),
+    ],
+)
+def test_each_step_is_scored_as_the_text_up_to_its_end(
+    models: dict[str, Path], kind: str, world: int, how: dict[str, Any]
+) -> None:
+    steps = Steps("+", "<s>" if kind == "marked" else None)
+    parts = run_ranks(world, steps_rank, models[kind], models["policy"], world, steps, how)
+    scored = {row: one for part in parts for row, one in part.items()}
+    policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", kind))
+    auto: Any = (
+        AutoModelForTokenClassification if kind == "tokens" else AutoModelForSequenceClassification
+    )
+    model = auto.from_pretrained(models[kind], dtype=torch.float32).eval()
+    for row, (asked, said, ends) in enumerate(ROWS):
+        heads = [policy(asked + said[:end]).input_ids for end in ends]
+        if not ends:
+            heads = [[*policy(asked + said).input_ids, policy.eos_token_id]]
+        if kind == "encoder":
+            heads = [own(asked + said[:end]).input_ids for end in ends or [None]]
+        if kind == "marked":
+            texts = [said[:end].replace("+", "<s>") for end in ends]
+            if row == 1:  # what is blank is no step, and its separator is text
+                texts = ["+0<s>", "+0<s>+77<s>"]
+            texts = [text.removesuffix("<s>") + "<s>" for text in texts]
+            heads = [own(f"u!{asked}?a!{text}").input_ids for text in texts]
+            heads = heads or [own(f"u!{asked}?a!?").input_ids]
+        longest = how.get("longest", 99)
+        due = [score_by_the_library(model, head[-longest:]) for head in heads]
+        one = scored[row]
+        assert one.spans is not None
+        assert [end for end, _ in one.spans] == ends
+        assert [reward for _, reward in one.spans] == pytest.approx(
+            [0.5 * score for score in due if ends], abs=1e-5
+        )
+        assert one.score == pytest.approx(0.5 * sum(due), abs=1e-5)
+        assert one.figures["reward_model"] == pytest.approx(sum(due), abs=1e-5)
+        texts_cut = len(policy(asked + said).input_ids) + 1 > longest
+        assert one.figures["reward_model_cut"] == float(texts_cut)
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, []),
+        wide(3, ["--placement.actor=2"]),
+        wide(2, ["--placement.mode=colocated", "--value.sequence-parallel=2"]),
+        wide(2, ["--placement.mode=colocated", "--value.tensor-parallel=2"]),
+    ],
+)
+def test_a_run_pays_the_steps(
+    models: dict[str, Path], tmp_path: Path, world: int, flags: list[str]
+) -> None:
+    """Samples show what each step got: the row's sum is its score."""
+    argv = [f"--reward.model={models['tokens']}", "--reward.label=good", "--reward.function=none"]
+    argv += [f"--policy.path={models['policy']}", f"--run-dir={tmp_path}", "--steps=1"]
+    argv += ["--reward.steps=e", "--rollout.batch-size=16", "--rollout.max-new-tokens=40"]
+    argv += ["--log.validate-every=0", "--ppo.mini-batches=1", "--log.samples=16", *flags]
+    run_ranks(world, main_rank, argv)
+    (record,) = records(tmp_path, "critic")
+    lines = (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    model: Any = AutoModelForTokenClassification.from_pretrained(
+        models["tokens"], dtype=torch.float32
+    ).eval()
+    counts = []
+    whole = 0
+    for row in rows:
+        texts, rewards = row["tokens"]["text"], row["tokens"]["reward"]
+        ends = Steps("e").ends(row["response"])
+        counts.append(len(ends))
+        due = [0.0] * len(texts)
+        for end in ends:
+            at = next(i for i in range(len(texts)) if len("".join(texts[: i + 1])) == end)
+            head = tokenizer(row["prompt"] + row["response"][:end]).input_ids
+            due[at] = score_by_the_library(model, head)
+        if all(texts[:-1]):  # the model reads all tokens, also those without a text
+            whole += 1
+            assert rewards == pytest.approx(due, abs=2e-4)
+        assert row["score"] == pytest.approx(sum(rewards), abs=1e-3)
+    assert max(counts) > 1
+    assert whole > len(rows) / 3
+    if len(rows) == 16:
+        assert record["critic/spans/mean"] == pytest.approx(sum(counts) / 16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--reward.steps=+"], "reward.steps='+' is of a reward.model"),
+        (["--reward.label=good"], "reward.label='good' is of a reward.model"),
+        (["--reward.step-token=<s>", "--reward.model={marked}"], "reward.steps is unset"),
+        (["--reward.model={labels}"], "gives 2 numbers a text, of the labels bad, good;"),
+        (["--reward.model={labels}", "--reward.label=fine"], "reward.label=fine: "),
+        (["--reward.model={decoder}", "--reward.label=LABEL_0"], "gives 1 numbers a text"),
+        (
+            ["--reward.model={decoder}", "--reward.steps=+", "--reward.step-token=<s>"],
+            "makes 3 tokens of it",
+        ),
+        (["--reward.model={decoder}", "--reward.steps="], "reward.steps="),
+        (["--reward.model={decoder}", r"--reward.steps=\n\n"], "letters behind backslashes"),
+    ],
+)
+def test_steps_and_labels_that_are_none_are_refused(
+    models: dict[str, Path], flags: list[str], says: str, capsys: Any
+) -> None:
+    paths = {name: str(path) for name, path in models.items()}
+    assert train.main([*(flag.format(**paths) for flag in flags), "--dry-run"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_steps_share_a_pass_where_the_model_is_causal(models: dict[str, Path]) -> None:
+    """Also without the kernel, on CPUs. A model that scores rows as a whole stays as it was."""
+    for name, label, causal in (
+        ("decoder", None, True),
+        ("labels", "good", True),
+        ("tokens", "good", True),
+        ("encoder", None, False),
+    ):
+        path = str(models[name])
+        for steps in ("+", None):
+            config = Config(reward=RewardConfig(model=path, label=label, steps=steps))
+            model = read_model(config, "reward", path, {}, False, True)
+            assert model.packed is (causal and steps is not None), name
