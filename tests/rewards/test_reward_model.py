@@ -231,10 +231,11 @@ def failing_rank(rank: int, argv: list[str], every: int) -> int:
     """A run whose reward model gives row r the score r % 4, but nan where r % every is every -
     1."""
 
-    def run(self: RewardModel, texts: Any, *, fields: int) -> torch.Tensor:
-        return torch.tensor(
-            [math.nan if text.row % every == every - 1 else float(text.row % 4) for text in texts]
-        )
+    def run(self: RewardModel, texts: Any) -> list[torch.Tensor]:
+        scores = [
+            math.nan if text.row % every == every - 1 else float(text.row % 4) for text in texts
+        ]
+        return [torch.tensor(scores)]
 
     cast(Any, RewardModel).run = run
     return train.main(argv)

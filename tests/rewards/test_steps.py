@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,24 +12,29 @@ from ranks import run_ranks
 from runs import main_rank, records
 from test_reward_model import CPU, folders, letters, spread
 from tiers import wide
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
+    PreTrainedTokenizerFast,
 )
 
 from splitppo import train
 from splitppo.config import Config, RewardConfig
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.models import build, weights
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.rewards.model import RewardModel, RewardText, longest_text
+from splitppo.rewards.model import Reading, RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scored
-from splitppo.rewards.steps import Steps
+from splitppo.rewards.steps import Steps, check_steps, find_places
 from splitppo.rollout import Episode, Prompt
 from splitppo.run.models import read_model
 
@@ -77,7 +83,12 @@ def models(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     that has a marker."""
     root = tmp_path_factory.mktemp("steps")
     shape: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": None}
+    shape |= {
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "classifier_dropout": 0.0,
+    }
     size = build.read_config(str(folders["policy"])).vocab_size
     torch.manual_seed(3)
     for name, auto in (
@@ -87,7 +98,7 @@ def models(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     ):
         auto: Any
         vocab = 60 if name == "marked" else size
-        config = LlamaConfig(vocab_size=vocab, classifier_dropout=0.0, **shape, **LABELS)
+        config = LlamaConfig(vocab_size=vocab, **shape, **LABELS)
         spread(auto.from_config(config)).save_pretrained(root / name)
         tokenizer: Any = AutoTokenizer.from_pretrained(folders["policy"])
         if name == "marked":
@@ -272,3 +283,70 @@ def test_steps_share_a_pass_where_the_model_is_causal(models: dict[str, Path]) -
             config = Config(reward=RewardConfig(model=path, label=label, steps=steps))
             model = read_model(config, "reward", path, {}, False, True)
             assert model.packed is (causal and steps is not None), name
+
+
+def joined_tokenizer(*tokens: str) -> Any:
+    """A token for each of these texts, whose ids are their numbers."""
+    inner: Any = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, tokens[0]))
+    inner.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def test_steps_of_the_policys_own_tokens() -> None:
+    """A token may end two steps; what an environment answered is behind them."""
+    tokenizer = joined_tokenizer("?", "a", "+b+", "c")
+    prompt = Prompt("?", [0], "", "", {})
+    mask = [True, False, True, True, True, False, False]
+    row = episode(0, [0], [1, 0, 1, 2, 3, 0, 0], mask=mask)
+    text = RewardText(tokenizer, tokenizer, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    reading = text.encode(prompt, row)
+    assert reading.texts == [(row.ids.tolist(), [4, 5])]
+    assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("template", "due"),
+    [
+        ("{{ m.content | trim }}!", "12=! 1+2!"),  # the policy said two spaces
+        ("{{ m.content }}!", "12=!  1+2  !"),
+        ("{{ m.content[:2] }}!", "12=  1+2  "),
+    ],
+)
+def test_a_template_may_strip_messages_or_leave_parts_out(
+    models: dict[str, Path], template: str, due: str
+) -> None:
+    """Where a message is not whole, the row is plain text."""
+    policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
+    own.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    ids = policy("  1+2  ").input_ids
+    text = RewardText(own, policy, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    reading = text.encode(Prompt("12=", [1], "", "", {}), episode(0, [1], ids))
+    ((read, places),) = reading.texts
+    assert own.decode(read).replace(" ", "") == due.replace(" ", "")
+    assert own.decode([read[places[0]]]) == "+"
+    assert own.decode(read[: places[1] + 1]).rstrip().endswith("2")
+    assert reading.ends == [4, 7]
+
+
+def test_a_token_holds_an_end_by_where_it_stands_in_the_text() -> None:
+    special, nothing = (0, 0), []
+    offsets = [special, (0, 1), (1, 2), (1, 2), (3, 4), special]
+    assert find_places(offsets, [1, 2, 3, 4]) == [1, 3, 3, 4]
+    assert find_places(offsets, nothing) == nothing
+
+
+def test_a_step_without_a_finite_score_fails_the_row() -> None:
+    model: Any = SimpleNamespace(text=SimpleNamespace(steps=Steps("+")))
+    reading = Reading([([1, 2, 3], [1, 2])], [4, 9], [0, 1], cut=False)
+    reward = RewardConfig(model="m", model_weight=0.5, failed_score=7.0)
+    scored = RewardModel._score(model, reading, [1.0, float("nan")], reward)
+    assert (scored.score, scored.spans) == (3.5, [])
+    assert [failure.kind for failure in scored.failures] == ["invalid"]
+    fine = RewardModel._score(model, reading, [1.0, 2.0], reward)
+    assert (fine.score, fine.spans, fine.failures) == (1.5, [(4, 0.5), (9, 1.0)], ())
+
+
+def test_a_tokenizer_that_knows_no_places_is_refused() -> None:
+    with pytest.raises(UserError, match="which token holds a character"):
+        check_steps(SimpleNamespace(is_fast=False), RewardConfig(model="m", steps="+"))
+    check_steps(SimpleNamespace(is_fast=False), RewardConfig(model="m"))
