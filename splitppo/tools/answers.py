@@ -30,42 +30,33 @@ from splitppo.tools.saved import kinds_of, load_model, open_run
 Answer = dict[str, list[Any]]
 
 
+def load_first(config: Config, run: Path, kind: str, what: str) -> list[Any]:
+    """A model as the run began with it; or none if its weights are gone, and a line that says what
+    is left out."""
+    try:
+        return [load_model(config, run, kind, None)]
+    except UserError as error:
+        print(f"note: no {what}: {one_line(str(error))}", file=sys.stderr)
+        return []
+
+
 def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list[HFEngine]:
-    """Engines of a checkpoint's policy and of the one before training, unless its weights are gone;
-    then a line says so. They are on a GPU if there is one."""
+    """Engines of a checkpoint's policy and of the one before training, if its weights are there.
+    They are on a GPU if there is one."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(config, device)
     source = model_folder(config, run, "policy")
     engines = []
-    for folder in (saved, None):
-        try:
-            model = load_model(config, run, "policy", folder)
-        except UserError as error:
-            if folder:
-                raise
-            print(
-                f"note: no answers of the policy before training: {one_line(str(error))}",
-                file=sys.stderr,
-            )
-            break
+    for model in (
+        load_model(config, run, "policy", saved),
+        *load_first(config, run, "policy", "answers of the policy before training"),
+    ):
         engine = HFEngine(
             model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source
         )
         engine.load_weights(model.state_dict().items())
         engines.append(engine)
     return engines
-
-
-def load_teacher(config: Config, run: Path) -> dict[str, Any]:
-    """The teacher that reads the policy's prompts, by the name of its figure, if the run has one
-    and its weights are there; else a line says that they are gone."""
-    if not config.teacher.path or config.teacher.prompt_key:
-        return {}
-    try:
-        return {"surprise": load_model(config, run, "teacher", None)}
-    except UserError as error:
-        print(f"note: no surprise of the teacher: {one_line(str(error))}", file=sys.stderr)
-        return {}
 
 
 def load(
@@ -90,11 +81,12 @@ def load(
         for kind in kinds_of(config)
         if kind != "policy"
     }
-    teachers = load_teacher(config, run)
-    for model in teachers.values():
-        model.to(device, dtype_of(config, device))
+    # one that reads another prompt would be surprised by all that the prompt explains
+    teachers = []
+    if config.teacher.path and not config.teacher.prompt_key:
+        teachers = load_first(config, run, "teacher", "surprise of the teacher")
     outputs = PolicyOutputs(config.rollout.temperature, vocabulary_size(tokenizer))
-    every = [engines[0].model, *models.values(), *teachers.values()]
+    every = [engines[0].model, *models.values(), *teachers]
     limits = [positions for model in every if (positions := most_positions(model.config)[0])]
     room = min(limits, default=2**31) - most
     player, _ = players_of(config, tokenizer)
@@ -124,7 +116,9 @@ def load(
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, device)
             figures = {kind: value_outputs(model, batch).cpu() for kind, model in models.items()}
-            figures |= {name: -outputs(model, batch)[0].cpu() for name, model in teachers.items()}
+            for teacher in teachers:
+                logprobs, _ = outputs(teacher.to(device, dtype_of(config, device)), batch)
+                figures["surprise"] = -logprobs.cpu()
             answered += token_figures(
                 rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )

@@ -62,8 +62,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             packed=True,
             trainable=(Whole if role in TRAINED else NotTrained)(KINDS[role]),
         )
-        for role in KINDS
-        if role != "reward"
+        for role in ("policy", "reference", "value")
     }
     for split in splits(gpus, movable=True):
         resolved, flags = _resolved(models, split, length)

@@ -19,7 +19,7 @@ from splitppo import train
 from splitppo.__main__ import main
 from splitppo.errors import UserError
 from splitppo.models.build import count_parameters, read_config
-from splitppo.tools import bench, plan
+from splitppo.tools import bench, fit, plan
 from splitppo.tools.cost import (
     Split,
     Work,
@@ -267,6 +267,16 @@ def test_the_command_reads_a_run_folder(tmp_path, monkeypatch, capsys):
     assert {"RUN", "--gpus"} <= set(re.findall(r"RUN|--\w+", capsys.readouterr().out))
 
 
+def test_a_teacher_is_a_model_of_the_critic_group(tmp_path):
+    run = write_run(tmp_path / "run")
+    alone = (run / "config.toml").read_text().replace("[ppo]\n", '[ppo]\nbaseline = "batch"\n')
+    for more, splits_told in (("", False), ('[teacher]\npath = "t"\n', True)):
+        (run / "config.toml").write_text(alone + more)
+        told = "\n".join(plan.plan(run, gpus=8))
+        assert ("reference with the actor: 6.80 s" in told) is True  # the run as it was
+        assert bool(re.search(r"^  \d\+\d, reference with the actor", told, re.M)) == splits_told
+
+
 def test_jobs_are_read_and_wrong_ones_told():
     assert bench.parse_job("colocated", 4)[0] == Split(4, 0)
     split, flags = bench.parse_job("3+1/critic", 4)
@@ -458,6 +468,11 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
         total = sum(map(float, both)) if split == "colocated" else max(map(float, both))
         assert float(step) == pytest.approx(total, abs=0.11)
     assert not any("offload" in line for line in large), "settings that cost time without need"
+    models = []
+    monkeypatch.setattr(fit, "_work", lambda resolved: models.append({*resolved.models}) or WORK)
+    plan.plan(model, gpus=2, length=512, memory=140)
+    assert models[0] == {"policy", "reference", "value"}
+    monkeypatch.undo()
     small = plan.plan(model, gpus=4, length=2048, memory=60)
     assert all("offload" in line or "checkpointing" in line for line in small[4:-1:2])
     assert max(int(one[4]) for one in re.findall(line, "\n".join(small), re.M)) <= 55, (
