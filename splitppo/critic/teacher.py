@@ -70,22 +70,19 @@ class Teacher(Frozen, NoTeacher):
         policy's, the mean is over the whole batch. Without the mean each further token would cost
         a policy that is behind, and rows would shrink to nothing."""
         logprobs, *likeliest = taught
-        difference = (logprobs - old).double()
+        behind = (old - logprobs).double()  # its mean estimates KL(policy || teacher)
         masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
         masks |= {f"distill/kl/{name}": at for name, at in places(rollout, self.group).items()}
-        parts = [[float(difference[at].sum()), float(at.sum())] for at in masks.values()]
-        means = [
-            total / max(tokens, 1)
-            for total, tokens in self.group.all_sum(torch.tensor(parts)).tolist()
-        ]
-        metrics = {name: -mean for name, mean in zip(masks, means, strict=True)}
-        # the update has the other part, a divergence
+        parts = [[float(behind[at].sum()), float(at.sum())] for at in masks.values()]
+        sums = self.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+        means = [total / max(tokens, 1) for total, tokens in sums]
+        # with `top_k` the update has a divergence in the place of this
         coef = 0.0 if self.distill.top_k else self.distill.coef
-        term = coef * (difference - means[0])
+        term = coef * (means[0] - behind)
         return replace(
             estimate,
             advantages=estimate.advantages + term.to(old.dtype),
             likeliest=likeliest,
-            metrics=estimate.metrics | metrics,
+            metrics=estimate.metrics | dict(zip(masks, means, strict=True)),
             columns=estimate.columns | {"surprise": -logprobs},
         )

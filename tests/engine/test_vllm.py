@@ -746,6 +746,21 @@ def test_a_run_learns_and_a_killed_engine_ends_it_and_is_named(job: Callable[...
 
 @pytest.mark.vllm
 @pytest.mark.wide
+def test_a_teacher_with_the_policys_weights_says_nothing_new(job: Callable[..., Job]) -> None:
+    """Of the log-probs that vLLM sampled with."""
+    teacher = ("--teacher.path=tiny", "--distill.top-k=4", "--reward.function=none")
+    ppo = ("--ppo.epochs=1", "--ppo.mini-batches=1", "--ppo.old-logprobs=engine")
+    run = job(2, "--steps=1", "--log.validate-every=0", "--engine.eager", *SHORT, *teacher, *ppo)
+    assert run.ends(within=200) == 0, run.said()
+    (actor,) = run.records()
+    critic = json.loads((run.run_dir / "metrics" / "critic.jsonl").read_text())
+    assert actor["actor/teacher_agrees"] == 1
+    assert abs(actor["actor/divergence"]) < 1e-6
+    assert abs(critic["distill/kl"]) < 1e-6
+
+
+@pytest.mark.vllm
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "adapters",
     [(), ("--policy.lora.rank=4", "--value.lora.rank=4", "--value.share-base")],
