@@ -323,8 +323,8 @@ class RewardConfig:
     """What ends a step of a response, such as an empty line. The reward model then scores the text
     up to the end of each step, and the step's last token is paid. Unset: the row as a whole."""
     step_token: str | None = None
-    """A token of the reward model that stands in its text in the place of each `steps`; there it
-    scores the step. The policy never sees it."""
+    """A marker, such as a token of the reward model, that stands in its text in the place of each
+    `steps`; there it scores the step. The policy never sees it."""
     model_weight: float = 1.0
     """Weight of the reward model in the score."""
     model_offload: bool = False

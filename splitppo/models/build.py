@@ -204,16 +204,14 @@ def bound(
 def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> PretrainedConfig:
     """A reward model's configuration with the label whose probability is the score; None: it has
     one label, whose number is the score. Raises UserError if it has no such label."""
-    known: Any = config.label2id or {}
-    count = cast(Any, config).num_labels
-    if label in known and count > 1:
-        cast(Any, config).score_label = known[label]
-    elif label is not None or count != 1:
+    wide: Any = config
+    if not (label in wide.label2id if wide.num_labels > 1 else label is None):
         raise UserError(
-            f"reward.label={label or 'unset'}: {folder} gives {count} numbers a text, of the "
-            f"labels {', '.join(known)}; set it to the label whose probability is the score, and "
-            "not if there is one"
+            f"reward.label={label or 'unset'}: {folder} gives {wide.num_labels} numbers a text, of "
+            f"the labels {', '.join(wide.label2id)}; set it to the label whose probability is the "
+            "score, and not if there is one"
         )
+    wide.score_label = wide.label2id.get(label)
     return config
 
 

@@ -2,13 +2,9 @@
 scores a row, or each of its steps."""
 
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +18,19 @@ from splitppo.models.tokenizer import find_differences, token_ends
 from splitppo.rewards.functions import Failure
 from splitppo.rewards.scorer import Scored
 from splitppo.rewards.steps import Steps, find_places
-from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, dialogue
+from splitppo.rollout import Episode, Prompt, dialogue, episode_of
 
 ROWS = 2**40  # more than a run has: a row's further texts are numbered behind them
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the reward model reads a row.
+class Reading(NamedTuple):
+    """How the reward model reads a row: token ids of its texts, each with the first place at which
+    the model scores it; which of all these scores are those of the steps (of the whole); where the
+    steps end, in characters of the last message; and whether the text lost its beginning."""
 
-    Attributes:
-        texts: token ids, and the places at which the model scores.
-        ends: where the row's steps end, in characters of its last message; none: it is scored as a
-            whole.
-        which: of each step (of the whole) the score, counted over all texts.
-        cut: whether the text lost its beginning.
-    """
-
-    texts: list[tuple[list[int], list[int]]]
-    ends: list[int]
+    texts: list[tuple[list[int], int]]
     which: list[int]
+    ends: list[int]
     cut: bool
 
 
@@ -83,37 +72,39 @@ class RewardText:
             if self.chat
             else "plain text, the response behind the prompt"
         )
+        passes = f"; each step in {'the same' if one_pass else 'its own'} pass" * bool(steps)
         # the form in which the reward model gets rows, for the user
-        self.reads = "the policy's token ids" if self.same else own_form
-        if steps:
-            self.reads += f"; each step in {'the same' if one_pass else 'its own'} pass"
-        tokenizer.truncation_side = "left"
+        self.reads = ("the policy's token ids" if self.same else own_form) + passes
 
     def encode(self, prompt: Prompt, episode: Episode) -> Reading:
         """The row as the model reads it."""
         said, heard = episode.turns[-1]
         ends = self.steps.ends(self._decode(said)) if self.steps else []
-        text = ""
-        marks: list[int] = []
         if self.same:
             ids = episode.ids.tolist()
-            cut = len(ids) > self.longest
-            first = len(ids) - len(heard) - len(said)
+            special = [0] * len(ids)
             held = token_ends(self._decode, said) if ends else []
-            places = [first + bisect_left(held, end) for end in ends]
+            places = [len(ids) - len(heard) - len(said) + bisect_left(held, end) for end in ends]
         else:
             text, marks = self._render(prompt, episode)
-            ids, offsets, cut = self._tokenize(text)
-            places = find_places(offsets, marks)
-        if not ends:
-            ids = ids[-self.longest :]
-            return Reading([(ids, [len(ids) - 1])], [], [0], cut)
-        if self.one_pass and not cut:
-            scored = sorted({*places})
-            return Reading([(ids, scored)], ends, [*map(scored.index, places)], cut)
-        heads = [ids[: place + 1][-self.longest :] for place in places] if self.same else []
-        heads = heads or [self._tokenize(text[:mark])[0] for mark in marks]
-        return Reading([(head, [len(head) - 1]) for head in heads], ends, [*range(len(ends))], cut)
+            encoded = self.tokenizer(
+                text,
+                add_special_tokens=not self.chat,
+                return_special_tokens_mask=True,
+                return_offsets_mapping=self.steps is not None,
+            )
+            ids = encoded["input_ids"]
+            special = encoded["special_tokens_mask"]
+            places = find_places(encoded.get("offset_mapping", []), marks)
+        cut = len(ids) > self.longest
+        if ends and self.one_pass and not cut:
+            return Reading([(ids, places[0])], [place - places[0] for place in places], ends, cut)
+        # special tokens at both ends of the text stay there
+        first = [*special, 0].index(0)
+        last = len(ids) - [*special[::-1], 0].index(0)
+        heads = [ids[: place + 1] + ids[last:] for place in places] or [ids]
+        heads = [head[:first] + head[first:][first - self.longest :] for head in heads]
+        return Reading([(head, len(head) - 1) for head in heads], [*range(len(heads))], ends, cut)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.policy.decode(list(ids), skip_special_tokens=True)
@@ -135,20 +126,6 @@ class RewardText:
         begin = text.rfind(bare) - (len(marked) - len(marked.lstrip()))
         return text, [begin + min(mark, len(marked.rstrip())) for mark in marks]
 
-    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]], bool]:
-        """Token ids, where each begins and ends in the text, and whether the beginning was cut."""
-        tokenize = partial(
-            self.tokenizer,
-            text,
-            add_special_tokens=not self.chat,
-            return_offsets_mapping=self.steps is not None,
-        )
-        encoded = tokenize()
-        cut = len(encoded["input_ids"]) > self.longest
-        if cut:  # by the tokenizer, which keeps the special tokens at both ends
-            encoded = tokenize(truncation=True, max_length=self.longest)
-        return encoded["input_ids"], encoded.get("offset_mapping", []), cut
-
 
 class RewardModel(Frozen):
     """The reward model. `text` turns rows into its token ids."""
@@ -169,20 +146,19 @@ class RewardModel(Frozen):
             for prompt, episode in zip(prompts, episodes, strict=True)
         ]
         texts = [
-            _scored_at(episode.row + number * ROWS, ids, places)
+            episode_of(episode.row + number * ROWS, ids[:first], ids[first:])
             for episode, reading in zip(episodes, readings, strict=True)
-            for number, (ids, places) in enumerate(reading.texts)
+            for number, (ids, first) in enumerate(reading.texts)
         ]
-        (outputs,) = self.run(texts)
-        every = iter(outputs.tolist())
+        (every,) = self.run(texts)
+        counts = [sum(len(ids) - first for ids, first in reading.texts) for reading in readings]
         return [
-            self._score(reading, [*islice(every, sum(len(at) for _, at in reading.texts))], config)
-            for reading in readings
+            self._score(reading, scores[reading.which].tolist(), config)
+            for reading, scores in zip(readings, every.split(counts), strict=True)
         ]
 
-    def _score(self, reading: Reading, outputs: Sequence[float], config: RewardConfig) -> Scored:
-        """A row's score of the model's outputs at its places."""
-        scores = [outputs[i] for i in reading.which]
+    def _score(self, reading: Reading, scores: list[float], config: RewardConfig) -> Scored:
+        """A row's score of those of its steps."""
         ends = reading.ends
         failures = [
             Failure(
@@ -224,15 +200,6 @@ class RewardModel(Frozen):
         if outputs.dim() == 3:  # of each token
             outputs = outputs.flatten(0, 1)[batch.before + 1]
         return [read_scores(outputs[: len(batch.before)], model.config)]
-
-
-def _scored_at(row: int, ids: Sequence[int], places: Sequence[int]) -> Episode:
-    """A text as a row whose response tokens are those at which the model scores."""
-    segments = []
-    for place, following in zip(places, [*places[1:], places[-1] + 1], strict=True):
-        segments.append(Segment(array(IDS, [ids[place]]), array(LOGPROBS)))
-        segments.append(Segment(array(IDS, ids[place + 1 : following]), None))
-    return Episode(row, array(IDS, ids[: places[0]]), tuple(segments), "eos")
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:

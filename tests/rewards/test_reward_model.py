@@ -157,8 +157,8 @@ def test_scores_are_the_librarys(
 def whole(text: RewardText, prompt: Prompt, sample: Episode) -> tuple[list[int], bool]:
     """The ids of a row that is scored as a whole, and whether its beginning was cut."""
     reading = text.encode(prompt, sample)
-    ((ids, places),) = reading.texts
-    assert (places, reading.ends, reading.which) == ([len(ids) - 1], [], [0])
+    ((ids, first),) = reading.texts
+    assert (first, reading.ends, reading.which) == (len(ids) - 1, [], [0])
     return ids, reading.cut
 
 

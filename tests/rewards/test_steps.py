@@ -254,10 +254,6 @@ def test_a_run_pays_the_steps(
         (["--reward.model={labels}"], "gives 2 numbers a text, of the labels bad, good;"),
         (["--reward.model={labels}", "--reward.label=fine"], "reward.label=fine: "),
         (["--reward.model={decoder}", "--reward.label=LABEL_0"], "gives 1 numbers a text"),
-        (
-            ["--reward.model={decoder}", "--reward.steps=+", "--reward.step-token=<s>"],
-            "makes 3 tokens of it",
-        ),
         (["--reward.model={decoder}", "--reward.steps="], "reward.steps="),
         (["--reward.model={decoder}", r"--reward.steps=\n\n"], "letters behind backslashes"),
     ],
@@ -300,8 +296,10 @@ def test_steps_of_the_policys_own_tokens() -> None:
     row = episode(0, [0], [1, 0, 1, 2, 3, 0, 0], mask=mask)
     text = RewardText(tokenizer, tokenizer, chat=True, longest=99, steps=Steps("+"), one_pass=True)
     reading = text.encode(prompt, row)
-    assert reading.texts == [(row.ids.tolist(), [4, 5])]
+    assert reading.texts == [(row.ids.tolist(), 4)]
     assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
+    marked = RewardText(tokenizer, tokenizer, chat=True, longest=9, steps=Steps("+", "a"))
+    assert marked.reads == "plain text, the response behind the prompt; each step in its own pass"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +319,8 @@ def test_a_template_may_strip_messages_or_leave_parts_out(
     ids = policy("  1+2  ").input_ids
     text = RewardText(own, policy, chat=True, longest=99, steps=Steps("+"), one_pass=True)
     reading = text.encode(Prompt("12=", [1], "", "", {}), episode(0, [1], ids))
-    ((read, places),) = reading.texts
+    ((read, first),) = reading.texts
+    places = [first + which for which in reading.which]
     assert own.decode(read).replace(" ", "") == due.replace(" ", "")
     assert own.decode([read[places[0]]]) == "+"
     assert own.decode(read[: places[1] + 1]).rstrip().endswith("2")
@@ -337,7 +336,7 @@ def test_a_token_holds_an_end_by_where_it_stands_in_the_text() -> None:
 
 def test_a_step_without_a_finite_score_fails_the_row() -> None:
     model: Any = SimpleNamespace(text=SimpleNamespace(steps=Steps("+")))
-    reading = Reading([([1, 2, 3], [1, 2])], [4, 9], [0, 1], cut=False)
+    reading = Reading([([1, 2, 3], 1)], [0, 1], [4, 9], cut=False)
     reward = RewardConfig(model="m", model_weight=0.5, failed_score=7.0)
     scored = RewardModel._score(model, reading, [1.0, float("nan")], reward)
     assert (scored.score, scored.spans) == (3.5, [])
