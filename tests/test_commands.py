@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import names
+from terminal import Terminal
 
 from splitppo import train
 
@@ -104,3 +106,17 @@ def test_a_baseline_without_a_model_for_critic_ranks_chooses_its_placement(tmp_p
 def _in_folder(_: int, folder: str, argv: list[str]) -> int:
     os.chdir(folder)
     return train.main(argv)
+
+
+def test_a_script_starts_with_a_quiet_screen(tmp_path: Path):
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    (tmp_path / "mine.py").write_text(f"import beside\n{script}")
+    (tmp_path / "beside.py").touch()
+    words = command("training.md", "splitppo train", "mine.py")
+    more = "--steps 2 --run-dir=run --rollout.batch-size=8 --log.validate-every=0".split()
+    terminal = Terminal([*words[1:], *more], folder=tmp_path)
+    assert terminal.wait() == 0, terminal.said
+    assert "done         2 of 2 steps" in terminal.said
+    assert f"reward       {tmp_path}/mine.py:score" in terminal.said
+    assert "elastic" not in terminal.said

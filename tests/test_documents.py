@@ -300,6 +300,7 @@ def test_a_command_is_taken_and_run_or_says_what_it_needs(
     if words[0] == "splitppo":
         name, arguments = words[1], words[2:]
         torchrun, own = launcher.split(arguments)
+        own = own[len(launcher.script_of(own)) :]
         if name == "train":
             check(parse(own))
         elif name == "bench":

@@ -1,8 +1,8 @@
 """How a rank ends before its work is done.
 
 After a failure one rank explains the cause, last on the screen, and the others add one line each.
-SIGTERM and SIGUSR1, which schedulers send before they take a node away, stop a run so that it can
-resume.
+SIGTERM and SIGUSR1, which schedulers send before they take a node away, and Ctrl-C stop a run so
+that it can resume.
 """
 
 import os
@@ -27,7 +27,7 @@ DIED = "died without an error message: killed, perhaps because memory ran out"
 DYING = 1.0
 # exit status after a stop to resume from: EX_TEMPFAIL of sysexits.h, "try again later"
 RESUMABLE = 75
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 early: list[int] = []  # SIGUSR1s that came before this rank had joined the others
 
 
@@ -99,11 +99,14 @@ class StopSignals:
 
     A signal to any rank asks all ranks to stop after their current step, or the next. torchrun also
     sends SIGTERM when a rank has failed. Then no rank can finish its step, and this rank ends at
-    once.
+    once. So it does at the signal after a Ctrl-C: a second one, or what torchrun makes of it.
     """
+
+    interrupted = False
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
+        self.before = signal.getsignal(signal.SIGINT)
         self.numbers, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         for number in SIGNALS:
@@ -114,8 +117,9 @@ class StopSignals:
             self._handle(signal.SIGUSR1)
 
     def close(self) -> None:
-        """Restores SIGTERM: from here on there is nothing to save."""
+        """Restores SIGTERM and Ctrl-C: from here on there is nothing to save."""
         signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, self.before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -128,6 +132,8 @@ class StopSignals:
         status = self.runtime.status
         done = self.runtime.work_done
         dead = None
+        if number == signal.SIGINT or self.interrupted:
+            self._interrupt()
         # the store may be lost, with the rank or the torchrun that held it
         with suppress(RuntimeError):
             if number != signal.SIGTERM or (dead := status.dead_rank()) is None:
@@ -145,3 +151,15 @@ class StopSignals:
             )
         if dead is not None and not done.is_set():
             os._exit(1)
+
+    def _interrupt(self) -> None:
+        """Says what a Ctrl-C has begun, or ends this rank at once."""
+        speaks = self.runtime.launch.local_rank == 0
+        if not self.interrupted and speaks:
+            say("interrupted: the run ends after this step and saves it; Ctrl-C again ends it now")
+        if self.interrupted and not self.runtime.work_done.is_set():
+            saved = self.runtime.last_checkpoint()
+            if speaks and not ends_quietly():
+                say("interrupted", f"the last good checkpoint is {saved}" * bool(saved), error=True)
+            os._exit(128 + signal.SIGINT)
+        self.interrupted = True

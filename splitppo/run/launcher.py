@@ -21,9 +21,11 @@ FLAGS = (
     *("--signals-to-handle", "--shutdown-timeout"),
 )
 # SIGINT ends a rank in its imports, too: they take seconds, and each rank would show a traceback
-RANK = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL);"
-    "import runpy; runpy.run_module('splitppo.train', run_name='__main__')"
+START = "import os, runpy, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+RANK = f"{START} runpy.run_module('splitppo.train', run_name='__main__')"
+SCRIPT = (  # as `python FILE` does
+    f"{START} sys.argv.pop(0); sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]));"
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 
@@ -42,11 +44,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
-    """Trains with the trainer's flags `argv` on the ranks that torchrun's `flags` describe. Returns
-    0, or the exit status of the rank that caused the end: 2, 75 or 130 as `run_rank` returns them,
-    else 1. Raises UserError for wrong flags before a rank starts."""
-    config = cli.parse(argv)
-    rules.check(config)
+    """Trains with the trainer's flags `argv`, or a script and its flags, on the ranks that
+    torchrun's `flags` describe. Returns 0, or the exit status of the rank that caused the end: 2,
+    75 or 130 as `run_rank` returns them, else 1. Raises UserError for wrong flags, but those of a
+    script, before a rank starts."""
+    code = SCRIPT if script_of(argv) else RANK
+    run_dir = None
+    if code == RANK:
+        config = cli.parse(argv)
+        rules.check(config)
+        run_dir = config.run_dir
+    elif not Path(argv[0]).is_file():
+        raise UserError(f"{argv[0]}: no such script (from {Path.cwd()}); name a file")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
@@ -59,13 +68,14 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     parser.exit_on_error = False
     with tempfile.TemporaryDirectory(prefix="splitppo_") as temporary:
         run = Path(temporary, "folder")
-        run.write_text(config.run_dir or "")
+        run.write_text(run_dir or "")
         os.environ[LAUNCHER] = str(run)
         os.environ.setdefault("SPLITPPO_STOPPED", f"{temporary}/saved")
+        handled = "--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT"
+        signal.signal(signal.SIGINT, _interrupt)
         try:
-            torchrun.run(
-                parser.parse_args([*flags, "--no-python", sys.executable, "-u", "-c", RANK, *argv])
-            )
+            words = [handled, *flags, "--no-python", sys.executable, "-u", "-c", code, *argv]
+            torchrun.run(parser.parse_args(words))
             return 0
         except errors.ChildFailedError as error:
             if sys.stdout.isatty():
@@ -89,6 +99,28 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             return RESUMABLE
         say(f"{_what(status, who)}; {_state(run.read_text())}", error=True)
     return 130 if status == -signal.SIGINT else 1
+
+
+def script_of(argv: Sequence[str]) -> Sequence[str]:
+    """The user's script with which the words for the ranks begin, if they do."""
+    return [word for word in argv[:1] if word.endswith(".py") and not word.startswith("-")]
+
+
+def _interrupt(*_: object) -> None:
+    """Hands the first Ctrl-C on to the ranks, which a terminal does not reach: they end after their
+    step. With the second one torchrun ends them."""
+    signal.signal(signal.SIGINT, _end)
+    ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for rank in ranks:
+        os.kill(int(rank), signal.SIGINT)
+    if not ranks:
+        _end()
+
+
+def _end(*_: object) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException("interrupted", signal.SIGINT)
 
 
 def _what(status: int, who: str) -> str:

@@ -52,7 +52,7 @@ class Rank:
 def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) -> int:
     """Prepares the run of the command line that `flags` returns, has `play` train it, and returns
     the exit status: 0; 1 after a failure; 2 for wrong input; 75 after a stop that the run can
-    resume from; 130 after Ctrl-C."""
+    resume from; 130 after Ctrl-C before the first step, or a second one."""
     rank = Rank(Launch())
     try:
         return _run(rank, play, flags)
@@ -73,8 +73,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     transformers.logging.disable_progress_bar()
     launch = rank.launch = Launch.from_env()
     if launch.world > 1:
-        # Ctrl-C ends the rank at once: a wait in C++ would not notice it, and torchrun gives the
-        # rank 30 s
+        # until the ranks have joined, Ctrl-C ends the rank at once: a wait in C++ would not notice
+        # it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
     config = sources.with_copies(parse(argv))

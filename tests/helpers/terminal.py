@@ -12,8 +12,10 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ranks import fresh_process
 from runs import _forked_rank
@@ -21,6 +23,7 @@ from torch.distributed import run as torchrun
 
 from splitppo import __main__ as tools
 from splitppo import train
+from splitppo.run.launcher import RANK
 
 
 class Terminal:
@@ -129,13 +132,20 @@ def fork_ranks() -> None:
     def forking(args: Any) -> tuple[Any, Any, list]:
         config, *_ = made(args)
         config.start_method = "fork"
-        return config, _rank, [args.training_script_args[3:]]
+        return config, _rank, args.training_script_args[2:]
 
     torchrun.config_from_args = forking
 
 
-def _rank(argv: list[str]) -> None:
+def _rank(code: str, *argv: str) -> None:
+    os.setsid()  # as torchrun's ranks: what the terminal sends is for the launcher
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # a new interpreter has not torchrun's handlers
     logging.disable(logging.NOTSET)
-    _forked_rank(train.main, argv)
+    if code == RANK:
+        _forked_rank(train.main, [*argv])
+        return
+    sys.argv = ["-c", *argv]
+    # a fork returns its result
+    with mock.patch.object(os, "_exit", sys.exit), suppress(SystemExit):
+        exec(code, {})

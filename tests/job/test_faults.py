@@ -66,10 +66,10 @@ def test_a_kill_of_a_job_with_environments_adapters_cut_rows_and_windows(folder,
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, wide(signal.SIGUSR1)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, wide(signal.SIGUSR1), wide(signal.SIGINT)])
 def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number):
-    """A scheduler's SIGTERM goes to torchrun, which hands it on; SIGUSR1 goes to a rank, whose end
-    torchrun takes for a failure: the restarted ranks must not go on."""
+    """A scheduler's SIGTERM and a Ctrl-C go to torchrun, which hands them on; SIGUSR1 goes to a
+    rank, whose end torchrun takes for a failure: the restarted ranks must not go on."""
     run_dir = tmp_path / "run"
     argv = [
         *SMALL,
@@ -86,7 +86,7 @@ def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number)
         and time.monotonic() < deadline
     ):
         time.sleep(0.02)
-    os.kill(job.pid if number == signal.SIGTERM else job.ranks()[-1], number)
+    os.kill(job.ranks()[-1] if number == signal.SIGUSR1 else job.pid, number)
     assert job.wait(200) not in (0, 124)
     assert re.search(rf"stopped by {number.name} to rank \d: step_\d+ is saved", job.said()), (
         job.said()
@@ -96,7 +96,7 @@ def test_a_job_that_is_asked_to_end_saves_its_step_and_goes_on(tmp_path, number)
     step = int(saved.removeprefix("step_"))
     assert 3 <= step < 40
     assert not job.left()
-    if number == signal.SIGUSR1:
+    if number != signal.SIGTERM:
         return
     more = [*argv, f"--steps={step + 2}"]
     run_ranks(2, main_rank, more)

@@ -114,10 +114,30 @@ def test_a_killed_rank_is_a_line(tmp_path: Path) -> None:
     assert line == f"{why}; {saved}"
 
 
-def test_ctrl_c_says_once_how_to_go_on(tmp_path: Path) -> None:
-    terminal = Terminal([*TRAIN, "--steps=10000"], folder=tmp_path, width=300)
+def test_ctrl_c_ends_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = [*TRAIN, "--steps=10000", "--run-dir=run", "--checkpoint.every=0"]
+    terminal = Terminal(words, folder=tmp_path, width=300)
     terminal.until("step +([3-9]|[1-9][0-9]+)/")  # steps soon after another print no line
+    assert not names(tmp_path / "run")
     terminal.type(b"\x03")
+    assert terminal.wait() == RESUMABLE, terminal.said
+    (saved,) = names(tmp_path / "run")
+    assert terminal.said.count("interrupted: the run ends after this step") == 1
+    how = f"stopped by SIGINT to rank [01]: {saved} is saved; the same command with --run-dir run"
+    assert re.search(how, terminal.said), terminal.said
+    assert not re.search(f"Traceback|{NOISE}", terminal.said), terminal.said
+
+
+def slow() -> None:
+    """The critic's third step takes longer than the test."""
+    in_step_3(lambda: print("asleep", flush=True) or time.sleep(60))
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    terminal = Terminal([*TRAIN, "--steps=10000"], folder=tmp_path, before=slow, width=300)
+    terminal.until("asleep")
+    terminal.type(b"\x03")
+    terminal.until("Ctrl-C again ends it now")
     terminal.type(b"\x03")
     assert terminal.wait() == 130
     (run,) = (tmp_path / "runs").iterdir()
