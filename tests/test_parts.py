@@ -215,7 +215,7 @@ def test_a_changed_file_is_another_run(tmp_path, file, setting):
 
 
 def test_the_pages_command_is_a_run(tmp_path, file, monkeypatch):
-    (command,) = re.findall(r"^    splitppo train --nproc_per_node 2 (.*)$", PAGE, re.M)
+    (command,) = re.findall(r"^    splitppo train --nproc_per_node 2 (.*--ppo.loss.*)$", PAGE, re.M)
     monkeypatch.chdir(file.parent)
     run_ranks(2, main_rank, [*command.split(), "--steps=1", f"--run-dir={tmp_path / 'run'}"])
     recorded = json.loads((tmp_path / "run" / "inputs.json").read_text())

@@ -190,9 +190,10 @@ class LogConfig:
     stop_at: float | None = None
     """End the run, with a checkpoint, after the step whose validation's mean score comes to this.
     Unset: after `steps`."""
-    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """More places for the metrics: Weights & Biases (its WANDB_PROJECT, WANDB_NAME and
-    WANDB_MODE=offline work), RUN/tensorboard."""
+    trackers: tuple[str, ...] = ()
+    """More places for the metrics: `wandb` (its WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
+    work), `tensorboard` (RUN/tensorboard), `trackio`, `mlflow`, or `path/to/file.py:Name`, a class
+    with write() and close() (docs/parts.md)."""
 
 
 @dataclass(frozen=True)

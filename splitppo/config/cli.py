@@ -23,7 +23,7 @@ PATHS = (
     *("teacher.path", "policy.lora.path", "value.lora.path"),
     *("data.files", "data.validation_files", "rollout.lengths"),
     *("reward.function", "reward.validation", "env.path", "env.tools"),
-    *("ppo.loss", "ppo.advantages"),
+    *("ppo.loss", "ppo.advantages", "log.trackers"),
 )
 # settings that a run does not keep when it goes on: those of this start, and those of the machine
 ANEW = (

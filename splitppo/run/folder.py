@@ -241,6 +241,7 @@ def inputs_of(
         *(("reward.validation", name.rpartition(":")[0]) for name in config.reward.validation),
         ("ppo.loss", (config.ppo.loss or "").rpartition(":")[0]),
         ("ppo.advantages", (config.ppo.advantages or "").rpartition(":")[0]),
+        *(("log.trackers", name.rpartition(":")[0]) for name in config.log.trackers),
         ("env.path", (config.env.path or "").rpartition(":")[0]),
         *(("env.tools", name.rpartition(":")[0]) for name in config.env.tools),
         ("policy.lora.path", config.policy.lora.path or ""),

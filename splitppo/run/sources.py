@@ -25,7 +25,8 @@ def absolute(config: Config, run: Path) -> Config:
     def change(setting: str, name: str) -> str:
         if ".py:" in name:
             return os.path.abspath(name).removeprefix(os.path.abspath(run / "rewards"))
-        named = name == "tiny" or setting.startswith("env.")  # by a word, and not by a path
+        # by a word, and not by a path
+        named = name == "tiny" or setting.startswith(("env.", "log."))
         is_local = "." in setting and not named and os.path.exists(name)
         return os.path.abspath(name) if is_local else name
 
@@ -77,8 +78,10 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
             for file in _without_weights(Path(source)):
                 shutil.copyfile(file, copy / file.name)
     env = config.env
-    functions = [*config.reward.function, *config.reward.validation, *env.tools]
-    functions += filter(None, (env.path, config.ppo.loss, config.ppo.advantages))
+    functions = (
+        *(*config.reward.function, *config.reward.validation, *env.tools, *config.log.trackers),
+        *filter(None, (env.path, config.ppo.loss, config.ppo.advantages)),
+    )
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
         copy = reward_copy(run, path)

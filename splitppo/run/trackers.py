@@ -1,4 +1,5 @@
-"""Sends the run's metrics to Weights & Biases and TensorBoard.
+"""Sends the run's metrics to Weights & Biases, TensorBoard, Trackio, MLflow, or a tracker of the
+user's: a class whose methods are `write` and `close`.
 
 The actor group's first rank sends both roles' records. After each step it reads the new lines of
 RUN/metrics/, so a record of the critic may come one step later than the actor's. A resumed run
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
+from splitppo.config.toml import leaves
 from splitppo.errors import UserError
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, write_whole
+from splitppo.workers import find_in_file
 
 TABLE_ROWS = 64  # rows of a table at most
 
@@ -25,13 +28,28 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def check_trackers(config: Config) -> None:
-    """Raises UserError if a tracker's package is not installed."""
+    """Raises UserError if a tracker can't be had."""
     for name in config.log.trackers:
+        find_tracker(name)
+
+
+def find_tracker(name: str) -> Any:
+    """The class of a tracker, which is made with (config, run_dir, start). Raises UserError if its
+    package is not installed, or it is in no file, or lacks a method."""
+    if name in TRACKERS:
         if getattr(find_spec(name), "origin", None) is None:  # a folder of that name has no origin
             raise UserError(
-                f"log.trackers={' '.join(config.log.trackers)}: {name} is not installed; "
-                f"pip install {name}, or leave {name} out"
+                f"log.trackers={name}: {name} is not installed; pip install {name}, or leave "
+                f"{name} out"
             )
+        return TRACKERS[name]
+    words = f"tracker; use {', '.join(TRACKERS)}"
+    tracker = find_in_file(name, "log.trackers", "tracker", words)
+    if not all(callable(getattr(tracker, method, None)) for method in ("write", "close")):
+        raise UserError(
+            f"log.trackers={name} has no methods write and close; write it as docs/parts.md says"
+        )
+    return tracker
 
 
 class Wandb:
@@ -68,13 +86,66 @@ class Wandb:
         self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
     ) -> None:
         """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        columns = {
+        self.run.log({"step": step, **metrics, **self.shown(tables)})
+
+    def shown(self, tables: Mapping[str, Rows]) -> dict[str, Any]:
+        """The tables as the package has them."""
+        return {
             name: self.table(
                 list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True
             )
             for name, rows in tables.items()
         }
-        self.run.log({"step": step, **metrics, **columns})
+
+
+class Trackio(Wandb):
+    """One run in Trackio's folder (its TRACKIO_DIR), in the project splitppo. A resumed run
+    continues that of its folder's name."""
+
+    def __init__(self, config: Config, run_dir: Path, start: int):
+        import trackio  # an optional package
+
+        self.run = trackio.init(
+            project="splitppo",
+            name=run_dir.resolve().name,
+            resume="allow" if start else "never",
+            config=asdict(config),
+            embed=False,
+        )
+        self.table = trackio.Table
+        self.close = self.run.finish
+
+    def write(
+        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
+    ) -> None:
+        self.run.log({**metrics, **self.shown(tables)}, step)
+
+
+class MLflow:
+    """One run in MLflow (its MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME), of figures alone. A
+    resumed run continues it (RUN/mlflow_id)."""
+
+    def __init__(self, config: Config, run_dir: Path, start: int):
+        import mlflow  # an optional package
+
+        path = run_dir / "mlflow_id"
+        known = read_file(path, str.strip, "delete it") if start and path.is_file() else ""
+        run = mlflow.start_run(run_id=known or None, run_name=run_dir.resolve().name)
+        write_whole(path, run.info.run_id)
+        # of the first start: MLflow keeps them as they are
+        mlflow.log_params({} if known else dict(leaves(asdict(config))))
+        self.log = mlflow.log_metrics
+        self.close = mlflow.end_run
+
+    def write(
+        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
+    ) -> None:
+        self.log(
+            # MLflow refuses other characters in names
+            {re.sub(r"[^\w. :/-]", "_", name): value for name, value in metrics.items()},
+            step,
+            timestamp=round(1000 * time),
+        )
 
 
 class TensorBoard:
@@ -97,7 +168,7 @@ class TensorBoard:
         self.writer.flush()  # so that the files of a killed run have them
 
 
-TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}
+TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio, "mlflow": MLflow}
 
 
 class Trackers:
@@ -109,7 +180,7 @@ class Trackers:
         self.last = start or -1  # the last step whose records are not sent
         self.records = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
         self.trackers = [
-            TRACKERS[name](config, run_dir, start) for name in config.log.trackers if active
+            find_tracker(name)(config, run_dir, start) for name in config.log.trackers if active
         ]
 
     def update(self) -> None:

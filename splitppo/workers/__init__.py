@@ -122,7 +122,7 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
             f"importing the {what} file {file} failed: {describe(error)}; fix the file"
         ) from error
     if not hasattr(module, name):
-        kind = type if what == "environment" else FunctionType
+        kind = type if what in ("environment", "tracker") else FunctionType
         defined = (key for key, value in vars(module).items() if isinstance(value, kind))
         raise UserError(
             f"{wrong} {path} has no {name} when it is imported; "

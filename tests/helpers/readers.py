@@ -48,7 +48,7 @@ class Reader:
         self.notices = follow(run)
         self.tails = [Tail(path) for path in (run / "metrics").glob("*.jsonl")]
         self.trackers = trackers.Trackers(
-            Config(log=LogConfig(trackers=cast(Any, ("recorder",)))), run, 0
+            Config(log=LogConfig(trackers=cast(Any, ("tensorboard",)))), run, 0
         )
         self.inode = self._inode()
 
@@ -74,7 +74,7 @@ class Reader:
 
 
 def main(folder: Path) -> None:
-    trackers.TRACKERS["recorder"] = Recorder  # type: ignore[assignment]
+    trackers.TRACKERS["tensorboard"] = Recorder  # type: ignore[assignment]
     readers: dict[Path, Reader] = {}
     counts: dict[str, int] = {}
     while not (folder / "done").exists():

@@ -1,7 +1,10 @@
-"""Weights & Biases and TensorBoard: what they hold is what RUN/metrics holds."""
+"""Weights & Biases, TensorBoard, Trackio, MLflow and a user's tracker: what they hold is what
+RUN/metrics holds."""
 
 import io
 import json
+import re
+import sqlite3
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,13 +20,16 @@ from splitppo.errors import UserError
 from splitppo.run import trackers
 from splitppo.run.trackers import Trackers, check_trackers, metrics_of
 
-MISSING = "wandb and tensorboard are not installed: pip install -e '.[test]'"
+MISSING = "a tracker's package is not installed: pip install -e '.[test]'"
 wandb: Any = pytest.importorskip("wandb", reason=MISSING)
 internal: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason=MISSING)
 accumulator: Any = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason=MISSING
 )
+trackio: Any = pytest.importorskip("trackio", reason=MISSING)
+mlflow: Any = pytest.importorskip("mlflow", reason=MISSING)
 ROLES = ("actor", "critic")
+PAGE = Path(__file__).parents[2] / "docs" / "parts.md"
 ARGV = (
     "--rollout.batch-size=12 --ppo.mini-batches=2 --log.validate-every=2 --checkpoint.every=2"
 ).split()
@@ -91,11 +97,20 @@ def wandb_files(run_dir: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """A run of 1+1 with both trackers: two steps, then two more after resuming."""
+    """A run of 1+1 with all trackers: two steps, then two more after resuming. The last one is the
+    class of docs/parts.md, by the page's command."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
-    argv = [*ARGV, f"--run-dir={folder}", "--log.trackers", "wandb", "tensorboard"]
+    page = PAGE.read_text(encoding="utf-8")
+    (name,) = re.findall(r"--log.trackers (tracker.py:\w+)$", page, re.M)
+    (code,) = re.findall(r"^```python\n(import json\n.*?)^```", page, re.M | re.S)
+    (folder.parent / "tracker.py").write_text(code)
+    names = [*trackers.TRACKERS, f"{folder.parent}/{name}"]
+    argv = [*ARGV, f"--run-dir={folder}", "--log.trackers", *names]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder.parent / 'mlflow'}")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         run_ranks(2, main_rank, [*argv, "--steps=2"])
         run_ranks(2, main_rank, [*argv, "--steps=4"])
     return folder
@@ -181,6 +196,85 @@ def test_tensorboard_holds_both_roles_figures(tracked):
             assert (name, event.step) not in seen, f"{name} of step {event.step} was sent twice"
             seen[name, event.step] = event.value
     assert_figures(seen, tracked, rel=1e-6)
+
+
+def test_a_users_class_gets_both_roles_figures(tracked):
+    seen: dict[tuple[str, int], float] = {}
+    for line in jsonl(tracked / "lines.jsonl"):
+        figures = {(name, line["step"]): value for name, value in line.items() if name != "step"}
+        assert not seen.keys() & figures.keys()
+        seen |= figures
+    assert_figures(seen, tracked, rel=1e-12)
+    inputs = json.loads((tracked / "inputs.json").read_text())
+    assert [name for name in inputs if name.startswith("log.trackers ")]
+    assert [*tracked.glob("rewards/**/tracker.py")]
+
+
+def test_trackio_holds_both_roles_figures_and_samples(tracked):
+    with sqlite3.connect(tracked.parent / "trackio" / "splitppo.db") as database:
+        rows = database.execute("select run_id, step, metrics from metrics").fetchall()
+    assert len({ident for ident, *_ in rows}) == 1
+    seen: dict[tuple[str, int], float] = {}
+    tables = set()
+    for _, step, text in rows:
+        for name, value in json.loads(text).items():
+            if isinstance(value, dict):
+                tables.add((name, step))
+                continue
+            assert (name, step) not in seen
+            seen[name, step] = value
+    assert_figures(seen, tracked, rel=1e-12)
+    assert tables == {
+        *(("samples", step) for step in (1, 2, 3, 4)),
+        *(("validation/samples", step) for step in (0, 2, 4)),
+    }
+
+
+def test_mlflow_goes_on_in_one_run_with_both_roles_figures(tracked, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(f"file:{tracked.parent / 'mlflow'}")
+    (run,) = client.search_runs(["0"])
+    assert run.info.run_id == (tracked / "mlflow_id").read_text()
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["rollout.batch_size"] == "12"
+    seen: dict[tuple[str, int], float] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            assert (name, metric.step) not in seen
+            seen[name, metric.step] = metric.value
+    times = {record["step"]: record["time"] for record in jsonl(tracked / "metrics/actor.jsonl")}
+    (first, *_) = client.get_metric_history(run.info.run_id, "actor/pg_loss")
+    assert first.timestamp == round(1000 * times[first.step])
+    assert_figures(seen, tracked, rel=1e-12)
+
+
+def test_names_that_mlflow_refuses(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlflow'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = trackers.MLflow(parse([]), tmp_path, 0)
+    tracker.write(1, 1.0, {"reward/a, b@4 (c)": 2.0}, {})
+    tracker.close()
+    run = mlflow.get_run((tmp_path / "mlflow_id").read_text())
+    assert run.data.metrics == {"reward/a_ b_4 _c_": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("class Mine: pass", "tracker.py:Mine has no methods write and close; "),
+        ("class Other: pass", "has no Mine when it is imported; classes there: Other"),
+    ],
+)
+def test_a_class_that_is_no_tracker(tmp_path, body, says):
+    (tmp_path / "tracker.py").write_text(body)
+    with pytest.raises(UserError, match=says):
+        check_trackers(parse([f"--log.trackers={tmp_path}/tracker.py:Mine"]))
+
+
+def test_a_word_that_is_no_tracker():
+    known = "wandb, tensorboard, trackio, mlflow or path/to/file.py:name"
+    with pytest.raises(UserError, match=f"log.trackers=neptune: no such tracker; use {known}"):
+        check_trackers(parse(["--log.trackers=neptune"]))
 
 
 def test_names_of_both_roles_do_not_collide():
@@ -373,7 +467,7 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
         Trackers(parse(["--log.trackers=wandb"]), tmp_path, 0)
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "trackio", "mlflow"])
 def test_tracker_that_is_not_installed_is_named(monkeypatch, name):
     config = parse([f"--log.trackers={name}"])
     check_trackers(config)

@@ -66,7 +66,6 @@ FLAGS = cases(r"""
 --data.max-rows=all => --data.max-rows ... all
 --ppo.kl-kind=k4 => --ppo.kl-kind ... k4
 --ppo.importance=rows => --ppo.importance ... rows
---log.trackers wandb mlflow => --log.trackers ... mlflow
 stray => stray
 """)
 
