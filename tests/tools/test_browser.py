@@ -379,6 +379,9 @@ def test_tokens_are_shaded_by_value_or_advantage(page: Any):
     low, *_, high, observed = spans.evaluate_all(shades)
     assert low[2] > low[0], "advantages have their middle at 0, and all of these are above"
     assert high[3] > low[3] > 0 == observed[3]
+    page.select_option("#shade", "reward")
+    low, *_ = spans.evaluate_all(shades)
+    assert low[2] > low[0], "so have rewards"
     page.select_option("#shade", "value")
     page.select_option("#row-step", "1")
     low, *_, high, _ = spans.evaluate_all(shades)
