@@ -20,6 +20,7 @@ COMMANDS = {  # name: (module with a `main`, or with a function of that name; wh
         "splitppo.tools.chat",
         "ask the trained policy and the one before training, with the values",
     ),
+    "eval": ("splitppo.tools.evaluate", "score the held-out rows of a model or a checkpoint"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
     "push": ("splitppo.tools.push", "upload a checkpoint's models to the Hugging Face hub"),
     "prepare": ("splitppo.tools.prepare", "write the data of the presets"),

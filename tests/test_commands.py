@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from runs import names
 from terminal import Terminal
 
+from splitppo import __main__ as tools
 from splitppo import train
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -120,3 +122,54 @@ def test_a_script_starts_with_a_quiet_screen(tmp_path: Path):
     assert "done         2 of 2 steps" in terminal.said
     assert f"reward       {tmp_path}/mine.py:score" in terminal.said
     assert "elastic" not in terminal.said
+
+
+def _eval(rank: int, folder: str, argv: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    os.chdir(folder)
+    sys.argv = ["splitppo", *argv]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = tools.main()
+    return status, said.getvalue()
+
+
+def measured(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_a_model_is_scored_alone(tmp_path: Path):
+    """A run, its checkpoint and its exported policy have the scores of the run's own validation, on
+    any number of ranks."""
+    score = "def score(solution_str, **row):\n    return sum(map(ord, solution_str)) % 97 / 96\n"
+    (tmp_path / "digits.py").write_text(score)
+    run = "--steps=2 --run-dir=RUN --reward.function=digits.py:score".split()
+    ((status, _),) = in_one_process(tmp_path, [*SMALL, *run])
+    assert status == 0
+    line = (tmp_path / "RUN/metrics/actor.jsonl").read_text().splitlines()[-1]
+    due = {name: figure for name, figure in json.loads(line).items() if name in MEASURED}
+    for world, words in (
+        (2, ["eval", "RUN", "--out", "two"]),
+        (1, ["eval", "RUN/checkpoints/step_000002", "--out", "one"]),
+    ):
+        results = run_ranks(world, _eval, str(tmp_path), words)
+        assert [status for status, _ in results] == [0] * world, results
+        found = measured(tmp_path / words[-1])
+        assert {name: found[name] for name in MEASURED} == due
+        assert 0 < found["val/score/half_interval_95"] < 1
+        assert f"score {due['val/score/mean']:.4f} ± " in results[0][1]
+    assert (tmp_path / "one/rows.jsonl").read_text() == (tmp_path / "two/rows.jsonl").read_text()
+    sampled = command("report.md", "splitppo eval")[1:]
+    ((status, said),) = run_ranks(1, _eval, str(tmp_path), sampled)
+    assert status == 0, said
+    assert "pass@4" in said
+    assert len(rows_of(tmp_path / "eval/rows.jsonl")) == 4 * due["val/rows"]
+    (export,) = run_ranks(1, _eval, str(tmp_path), ["export", "RUN", "--dtype", "float32"])
+    assert export[0] == 0
+    policy = ["RUN/export/step_000002/policy", *SMALL, "--rollout.max-new-tokens=6"]
+    words = ["eval", *policy, "--reward.function=digits.py:score", "--out", "three"]
+    ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
+    assert status == 0, said
+    assert measured(tmp_path / "three")["val/score/mean"] == due["val/score/mean"]
+
+
+MEASURED = ("val/score/mean", "val/rows", "val/response_length/mean")

@@ -63,6 +63,7 @@ RUN_BY = {
     "report": "tests/tools/test_report.py",
     "plan": "tests/tools/test_plan.py",
     "chat": "tests/tools/test_chat.py",
+    "eval": "tests/test_commands.py",
     "export": "tests/run/test_run.py",
     "push": "tests/models/test_hub.py",
     "prepare": "tests/tools/test_prepare.py",
@@ -303,6 +304,8 @@ def test_a_command_is_taken_and_run_or_says_what_it_needs(
         own = own[len(launcher.script_of(own)) :]
         if name == "train":
             check(parse(own))
+        elif name == "eval":
+            check(parse(arguments[1:]))
         elif name == "bench":
             parse(tyro.cli(Bench, args=arguments, return_unknown_args=True)[1])
         else:

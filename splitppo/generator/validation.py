@@ -33,6 +33,7 @@ class Validator:
     scorer: Scorer
     write: Callable[[int, Sequence[Mapping[str, Any]]], None]
     player: Player | SingleTurn = SINGLE_TURN
+    most_written: int = FILE_ROWS
 
     def due(self, step: int) -> bool:
         """Whether to validate after this step; 0: before the first. The same on every rank."""
@@ -68,7 +69,7 @@ class Validator:
                 )
             )
             failures += [(episode.row, failure) for failure in scored.failures]
-            if episode.row < FILE_ROWS:
+            if episode.row < self.most_written:
                 line = record(self.context, step, sampler.prompt(episode.row), episode, score)
                 lines.append(line | {"sample": sampler.streams.sample(episode.row)})
         failures += self.player.take()[1]
