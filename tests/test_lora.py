@@ -40,6 +40,7 @@ from splitppo.placement import place
 from splitppo.rollout import Episode, episode_of
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
+from splitppo.tools import evaluate
 from splitppo.tools.export import export
 from splitppo.tools.saved import load_model
 
@@ -293,6 +294,17 @@ def test_a_type_without_linear_layers_is_refused():
         lora.Adapter("policy", LoraConfig(2)).add(model)
 
 
+def test_what_eval_scores_of_an_adapter_is_its_base_with_it(inputs, trained_adapter):
+    due = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(inputs / "policy"), trained_adapter
+    )
+    due = due.merge_and_unload().state_dict()
+    merged = evaluate._of_model(str(trained_adapter), [])[1]()
+    assert merged.keys() <= due.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight.detach(), due[name], rtol=0, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
     runtime = Runtime(Launch(), place(PlacementConfig(), world=1, local_world=1), CPU, 60.0)
@@ -440,7 +452,7 @@ def test_a_run_goes_on_with_two_bases_under_another_placement(finished, tmp_path
         (["--policy.lora.rank=2"], "policy.lora.rank was 3, and is 2: that is another run"),
         (["--policy.lora.rank=2", "--force"], "actor has 3; set --policy.lora.rank 3"),
         (["--seed=3", "--force"], "an adapter of another base than policy.path=tiny (drawn"),
-        (["--value.lora.targets=mlp", "--force"], "critic: base_model.model.model.layers.0."),
+        (["--value.lora.targets=mlp", "--force"], "critic: the model has no place for weight base"),
     ],
 )  # fmt: skip
 def test_what_a_resumed_run_refuses(finished, flags, said, capsys):

@@ -12,7 +12,6 @@ from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
-from splitppo.models.build import count_parameters
 from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
@@ -130,12 +129,14 @@ def launch_engine(
     return Process([visible_device(rank % launch.local_world) for rank in gpus])
 
 
-def kv_cache(config: Config, model: PretrainedConfig, dtype: torch.dtype, **sizes: int) -> int:
+def kv_cache(
+    config: Config, model: PretrainedConfig, dtype: torch.dtype, parameters: int, **sizes: int
+) -> int:
     """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
     size = config.engine.tensor_parallel
     return kv_cache_bytes(
         kv_bytes_per_token(model, dtype, size),
-        weights=count_parameters(model, "policy") * dtype.itemsize // size,
+        weights=parameters * dtype.itemsize // size,
         fraction=config.engine.memory_fraction,
         **sizes,
     )

@@ -266,11 +266,6 @@ def build(
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
 
-def count_parameters(config: PretrainedConfig, kind: Kind) -> int:
-    """Parameters of the model, tied ones once."""
-    return sum(parameter.numel() for parameter in build(config, kind).parameters())
-
-
 def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
     """Takes the gradient from some weights of a model that is not sharded yet: `attention`,
     `embeddings`, `body`, or regular expressions that a weight's name contains. Such weights have no

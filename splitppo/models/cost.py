@@ -2,7 +2,7 @@
 without any weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +86,6 @@ class Cost:
     def flops(self) -> float:
         """FLOPs of a token's forward and backward pass: 6 for each active parameter."""
         return 6.0 * self.active
-
-    def not_trained(self) -> "Cost":
-        """Of the same model, frozen, in the precision of forward passes."""
-        return replace(self, trained=0, weights=float(self.parameters * self.width))
 
 
 def measure(model: Any, layers: int, counts: Counts, dtype: torch.dtype, *, compiled: bool) -> Cost:

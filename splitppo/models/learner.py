@@ -16,7 +16,7 @@ from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sequence import sequence_of
 from splitppo.models.sharding import gradient_norm, keep_gathered, local, shard_again
-from splitppo.models.trainable import Trainable, Whole
+from splitppo.models.trainable import Trainable
 from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Rollout
 
@@ -24,7 +24,7 @@ from splitppo.rollout import Rollout
 WORK = ("padding", "imbalance", "update_tflop")
 # full weights gathered in one message, at least: with a message per tensor, latency dominates
 GATHER_BYTES = 2**27
-WHOLE = Whole("policy")
+WHOLE = Trainable("policy")
 
 # (model, rows, fields `[N]`) -> (loss, metrics averaged over tokens)
 Objective = Callable[[nn.Module, MicroBatch, Fields], tuple[Tensor, dict[str, Tensor]]]

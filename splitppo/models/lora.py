@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo.config as dynamo
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -29,7 +28,7 @@ from splitppo.models.cost import Cost
 from splitppo.models.hub import public_name
 from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
 from splitppo.models.sharding import bounds, described, gather_full, local
-from splitppo.models.stored import FLOATS, describe_kinds
+from splitppo.models.stored import Stored, open_tensors
 from splitppo.models.tensor import cut_adapter
 from splitppo.models.trainable import Trainable
 from splitppo.models.weights import draw
@@ -74,6 +73,7 @@ class Adapter(Trainable):
     settings: LoraConfig
     base: str = ""
     digest: Callable[[], str] = str
+    exact = False
 
     @property
     def alpha(self) -> int:
@@ -122,16 +122,31 @@ class Adapter(Trainable):
         for layer in layers:
             cut_adapter(model, layer, self.pair(layer))
 
+    def stored(self, model: nn.Module, folder: Path) -> Stored:
+        """The adapters and the head in a folder, by peft's names. Raises a UserError if they can't
+        be read."""
+        tensors = open_tensors(folder / WEIGHTS)
+        files = dict.fromkeys(tensors.keys(), tensors)
+        weights = self.saved(model)
+        names = {name: peft_name(name) for name in weights}
+        return Stored(
+            str(folder),
+            model,
+            files,
+            weights,
+            {name: (tensor,) for name, tensor in names.items() if tensor in files},
+            sorted(files.keys() - names.values()),
+            remedy="it is an adapter of another base or of other targets than "
+            f"{self.kind}.path={self.base}: give those with which it was trained",
+        )
+
     def read(self, model: nn.Module, seed: int) -> None:
         """Without a folder A is drawn as in peft, and B is 0."""
-        stored: Any = {}
-        if self.settings.path:
-            _, stored = open_adapter(Path(self.settings.path))
-        there = {*stored.keys()}
+        path = self.settings.path
+        stored = self.stored(model, Path(path)) if path else None
         for name, weight in self.saved(model).items():
-            if (key := peft_name(name)) in there:
-                part = stored.get_slice(key)[bounds(model, name, weight) or ...]
-                local(weight).copy_(part)
+            if stored and name in stored.made_of:
+                local(weight).copy_(stored.read(name, bounds(model, name, weight)))
             elif matrix := re.search(ADAPTER, name):  # and not a head, which `fill` has drawn
                 inputs = described(model, name, weight).shape[-1]
                 std = (3 * inputs) ** -0.5 if matrix[1] == "A" else 0.0
@@ -142,7 +157,7 @@ class Adapter(Trainable):
         other layers, or has a setting that may change what it computes."""
         if not (folder := start or self.settings.path):
             return []
-        settings, stored = open_adapter(Path(folder))
+        settings = _read_settings(Path(folder))
         setting = f"{self.kind}.lora"
         for name, key, due in (
             ("rank", "r", self.settings.rank),
@@ -153,39 +168,18 @@ class Adapter(Trainable):
                     f"{setting}.{name}={due}: the adapter in {folder} has {settings.get(key)}; "
                     f"set {flag(f'{setting}.{name}')} {settings.get(key)}"
                 )
-        _check_harmless(Path(folder), settings)
         model = build(config, self.kind)
         self.add(model)
-        parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-        shapes = {name: part.get_shape() for name, part in parts.items()}
-        due = {peft_name(name): [*w.shape] for name, w in self.saved(model).items()}
-        # a head may be drawn
-        drawn = [name for name in map(peft_name, HEAD) if name in due and name not in shapes]
-        for name in sorted((due.keys() | shapes.keys()) - {*drawn}):
-            if (there := shapes.get(name)) != (here := due.get(name)):
-                raise UserError(
-                    f"{folder}: {name} is {there or 'missing'} there, and {here or 'no weight'} by "
-                    f"{self.kind}.path={self.base} and {setting}.targets; it is an adapter of "
-                    "another base or of other targets: give those with which it was trained"
-                )
-        kinds = {name: part.get_dtype() for name, part in parts.items()}
-        for name in kinds:
-            if kinds[name] not in FLOATS:
-                raise UserError(
-                    f"{folder}: {name} is stored as {kinds[name]}; "
-                    f"save the adapter as one of {', '.join(FLOATS)}"
-                )
-        base = (stored.metadata() or {}).get("base")
+        stored = self.stored(model, Path(folder))
+        stored.check()
+        file = next(iter(stored.files.values()))
+        base = (file.metadata() or {}).get("base")
         if base and base != self.digest():
             raise UserError(
                 f"{folder}: an adapter of another base than {self.kind}.path={self.base} "
                 f"({base} there, {self.digest()} here); give the base with which it was trained"
             )
-        new = [f"its head starts new ({', '.join(drawn)})"] if drawn else []
-        return [f"adapter {folder}: {note}" for note in (*new, *describe_kinds(kinds))]
-
-    def held_in(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return [f"adapter {folder}: {note}" for note in stored.notes()]
 
     def cost(self, cost: Cost) -> Cost:
         # a layer's output is the sum of two products; compiled, checkpointing keeps both: measured
@@ -214,11 +208,6 @@ class Adapter(Trainable):
 
     def saved(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return super().trained(model)
-
-    def sent(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The base and a head; `gather` merges the adapters."""
-        every = self.parameters(model)
-        return {name: weight for name, weight in every.items() if not re.search(ADAPTER, name)}
 
     def gather(
         self, model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
@@ -280,8 +269,9 @@ class FrozenAdapter(Adapter):
 def frozen(folder: Path, base: str, digest: Callable[[], str]) -> FrozenAdapter:
     """What a folder of peft's says of its adapters; the last arguments are as `Adapter` has
     them."""
-    settings, stored = open_adapter(folder)
-    named = sorted({name.partition(".lora_")[0] for name in stored.keys()})  # noqa: SIM118
+    settings = _read_settings(folder)
+    tensors = open_tensors(folder / WEIGHTS)
+    named = sorted({name.partition(".lora_")[0] for name in tensors.keys()})  # noqa: SIM118
     targets = tuple(f"^{re.escape(name.removeprefix(PEFT))}$" for name in named)
     lora = LoraConfig(settings.get("r", 0), settings.get("lora_alpha"), targets, str(folder))
     return FrozenAdapter("policy", lora, base, digest)
@@ -297,37 +287,20 @@ def peft_name(name: str) -> str:
     return PEFT + re.sub(ADAPTER, r".lora_\1.", name)
 
 
-def open_adapter(folder: Path) -> tuple[dict[str, Any], Any]:
-    """An adapter's settings, and its tensors by peft's names. Raises a UserError if it can't be
-    read."""
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """An adapter's settings. Raises a UserError if they can't be read, or one of them may change
+    what it computes."""
     try:
         settings = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-        return settings, safe_open(folder / WEIGHTS, framework="pt")
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{folder}: no adapter can be read there ({error}); name a folder with {SETTINGS} and "
             f"{WEIGHTS}, as peft writes them"
         ) from error
-
-
-def _check_harmless(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises a UserError if a setting of peft may change what an adapter computes."""
     for name, value in settings.items():
         if name not in FREE and value not in HARMLESS.get(name, OFF):
             raise UserError(
                 f"{folder}: an adapter with {name}={json.dumps(value)}, which is not in this "
                 "version; merge it into its base with peft, and train that"
             )
-
-
-def merge_into(model: nn.Module, folder: Path) -> None:
-    """Merges the adapters of a folder into a model in host memory, and takes a head from it."""
-    settings, stored = open_adapter(folder)
-    tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    for name, parameter in weights_of(model).items():
-        weight = parameter.detach()
-        layer = peft_name(name).removesuffix("weight")
-        pair = [tensors[key] for part in "AB" if (key := f"{layer}lora_{part}.weight") in tensors]
-        if pair:
-            weight.copy_(merge(weight, *pair, scale=settings["lora_alpha"] / settings["r"]))
-        weight.copy_(tensors.get(peft_name(name), weight))
+    return settings

@@ -1,19 +1,14 @@
-"""Names of a model's weights, both ways.
+"""Names of a model's weights.
 
 Outside of its modules a weight has the name that transformers' model of the type gives it: in
 checkpoints, in what goes to engines, in messages. On a rank the modules add parts to it. A folder
-may name its tensors otherwise, and several of them may make a weight.
+or an adapter may name its tensors otherwise (stored.py, lora.py).
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, rename_source_key
-
-from splitppo.models.build import SCALE, folder_error
 
 HEAD = ("score.weight", "score.bias")  # of a value model
 # in the name of an adapter's weight (lora.py): which of its two matrices, and whose it is
@@ -31,17 +26,18 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {hf_name(path): parameter for path, parameter in model.named_parameters()}
 
 
-def own_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters without those that training adds to the model."""
-    every = weights_of(model)
-    return {name: weight for name, weight in every.items() if not re.search(ADAPTER, name)}
+def own_weights(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those of a model's parameters that training did not add to it."""
+    return {name: weight for name, weight in named.items() if not re.search(ADAPTER, name)}
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are saved with the weights, by name."""
-    saved = {hf_name(path) for path in model.state_dict()}
+    saved = model.state_dict(keep_vars=True)
     return {
-        name: buffer for path, buffer in model.named_buffers() if (name := hf_name(path)) in saved
+        hf_name(path): tensor
+        for path, tensor in saved.items()
+        if not isinstance(tensor, nn.Parameter)
     }
 
 
@@ -54,67 +50,6 @@ def ties_of(model: nn.Module) -> dict[str, str]:
         for path, parameter in model.named_parameters(remove_duplicate=False)
     }
     return {alias: main for alias, main in mains.items() if alias != main}
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Which of a folder's tensors make a model.
-
-    Attributes:
-        made_of: weight or buffer -> the tensors that make it. Tied weights have the same. Today one
-            tensor makes a weight.
-        unexpected: tensors of the model's modules for which these have no weight.
-        unused: the other tensors that are not read.
-    """
-
-    made_of: Mapping[str, tuple[str, ...]]
-    unexpected: Sequence[str]
-    unused: Sequence[str]
-
-
-def find_sources(model: Any, folder: str, shapes: Mapping[str, Sequence[int]]) -> Sources:
-    """From a folder's names to the model's. `shapes`: of the folder's tensors, by name. Raises a
-    UserError if two tensors are the same weight, or if transformers would merge or split one."""
-    conversions, ignored = model.folder_names
-    merges = [part for part in conversions if isinstance(part, WeightConverter)]
-    renames = [part for part in conversions if part not in merges]
-    ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
-    known = dict.fromkeys([*own_weights(model), *ties, *buffers_of(model)], True)
-    modules = {
-        part.split(".")[0]
-        for name in known
-        for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
-    }
-    made_of: dict[str, tuple[str, ...]] = {}
-    others: dict[bool, list[str]] = {True: [], False: []}  # by whether they are of a module
-    for source in shapes:
-        name, merged = rename_source_key(source, renames, merges, model.base_model_prefix, known)
-        if merged:
-            raise folder_error(
-                folder,
-                f"weight {source} must be merged or split on loading, which is not in this version",
-                "use another model",
-            )
-        if name in made_of:
-            raise folder_error(
-                folder,
-                f"{made_of[name][0]} and {source} are both the weight {name}",
-                "remove the one that is not the model's",
-            )
-        if name in known:
-            made_of[name] = (source,)
-        # a scale is read with its weight
-        elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
-            of_module = name.split(".")[0] in modules and not re.search("|".join(ignored), name)
-            others[of_module].append(source)
-    unused = others[False]
-    if HEAD[0] in known and HEAD[0] not in made_of:
-        width = model.get_parameter(HEAD[0]).shape[-1]
-        head = find_head({name: shapes[name] for name in unused}, width)
-        made_of |= {name: (source,) for name, source in head.items() if name in known}
-        unused = [source for source in unused if (source,) not in made_of.values()]
-    tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
-    return Sources(tied | made_of, others[True], unused)
 
 
 def find_head(shapes: Mapping[str, Sequence[int]], width: int) -> dict[str, str]:

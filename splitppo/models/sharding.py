@@ -107,14 +107,14 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 def gather_full(
     model: nn.Module, named: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
-    """Name and full tensor, in `dtype`, of parameters of a model that `parallelize` has sharded.
-    One message carries them all, or one a mesh; all ranks call it. Tensors may share memory with
+    """Name and full tensor, in `dtype`, of a model's parameters, sharded or not. One message
+    carries them all, or one a mesh; all ranks call it. Tensors may share memory with
     the parameters or with each other."""
     parts = parts_of(model)
     tensors = {}
-    for mesh in dict.fromkeys(cast(DTensor, parameter).device_mesh for parameter in named.values()):
+    for mesh in dict.fromkeys(getattr(p, "device_mesh", None) for p in named.values()):
         tensors |= _gather_shards(
-            {n: p for n, p in named.items() if cast(DTensor, p).device_mesh == mesh}, mesh, dtype
+            {n: p for n, p in named.items() if getattr(p, "device_mesh", None) == mesh}, mesh, dtype
         )
     cut = {name: full for name, full in tensors.items() if name in parts.axes}
     if parts.ranks and cut:
@@ -127,13 +127,13 @@ def gather_full(
 
 
 def _gather_shards(
-    named: dict[str, Tensor], mesh: DeviceMesh, dtype: torch.dtype
+    named: dict[str, Tensor], mesh: DeviceMesh | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The full tensors, in one message, of parameters that are sharded over the last axis of one
     mesh."""
     parameters = list(named.values())
-    ranks = mesh.size(mesh.ndim - 1)
-    if ranks == 1:
+    ranks = mesh.size(mesh.ndim - 1) if mesh else 1
+    if mesh is None or ranks == 1:
         return {name: local(parameter).to(dtype) for name, parameter in named.items()}
     # of each shard; the last ones may have fewer rows
     sizes = [-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters]

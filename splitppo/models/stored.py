@@ -5,13 +5,15 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from splitppo.errors import UserError
 from splitppo.models.build import SCALE, folder_error
@@ -19,11 +21,12 @@ from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
     HEAD,
     buffers_of,
-    find_sources,
+    find_head,
     hf_name,
     own_weights,
     shorten_names,
     ties_of,
+    weights_of,
 )
 from splitppo.models.sharding import described
 
@@ -54,6 +57,16 @@ def fp8_blocks(folder: str) -> list[int]:
     return blocks
 
 
+def open_tensors(file: Path) -> Any:
+    """A safetensors file. Raises a UserError if it can't be read."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} can't be read as a safetensors file ({error}); fetch it again"
+        ) from error
+
+
 def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Name of a tensor -> the open safetensors file that holds it, of those that transformers
     reads; and the names of the folder's other safetensors files and index."""
@@ -76,12 +89,7 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
     held: dict[str, str] = {}
     opened: dict[str, Any] = {}
     for file in sorted(read - {index.name}):
-        try:
-            tensors = safe_open(folder / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{folder / file} can't be read as a safetensors file ({error}); fetch it again"
-            ) from error
+        tensors = open_tensors(folder / file)
         for name in tensors.keys():  # noqa: SIM118
             if name in held:
                 raise folder_error(
@@ -100,49 +108,56 @@ def describe_kinds(kinds: Mapping[str, str]) -> list[str]:
     ]
 
 
-class StoredWeights:
-    """Reads tensors from a folder's safetensors files, each opened once."""
+@dataclass(frozen=True)
+class Stored:
+    """Which tensors of a folder's safetensors files make a model's weights, and these tensors.
 
-    def __init__(self, folder: str, model: nn.Module):
-        self.folder = folder
-        self.model = model
-        self.files, self.other_files = _open_files(Path(folder))
-        self.parameters = own_weights(model)
-        self.buffers = buffers_of(model)
-        shapes = {name: self._slice(name).get_shape() for name in self.files}
-        self.sources = find_sources(model, folder, shapes)
-        self.blocks = fp8_blocks(folder)
+    Attributes:
+        files: tensor -> the open file that holds it.
+        weights: the weights and buffers that may be read from them.
+        made_of: weight or buffer -> the tensors that make it. Tied weights have the same. Today one
+            tensor makes a weight.
+        unexpected: tensors for which the model has no weight, though it has the module.
+        unused: the other tensors, and files, that are not read.
+        remedy: what helps if tensors and weights don't fit.
+        blocks: `fp8_blocks` of the folder.
+    """
+
+    folder: str
+    model: nn.Module
+    files: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    made_of: Mapping[str, tuple[str, ...]]
+    unexpected: Sequence[str]
+    unused: Sequence[str] = ()
+    remedy: str = "it is another model's: take config.json and weights from one"
+    blocks: Sequence[int] = ()
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
         or unexpected."""
-        optional = {*self.buffers, *(HEAD if isinstance(self.model, HEADED) else ())}
-        for name, tensor in (self.parameters | self.buffers).items():
-            if name in self.sources.made_of:
+        head = HEAD if isinstance(self.model, HEADED) else ()
+        for name, tensor in self.weights.items():
+            if name in self.made_of:
                 self._check_stored(name, tensor)
-            elif name not in optional:
-                raise folder_error(
-                    self.folder,
-                    f"no weight {name} in its safetensors",
-                    "it is another model's: take config.json and weights from one",
-                )
-        if unexpected := self.sources.unexpected:
+            elif isinstance(tensor, nn.Parameter) and name not in head:
+                raise folder_error(self.folder, f"no weight {name} in its safetensors", self.remedy)
+        if self.unexpected:
             raise folder_error(
                 self.folder,
-                f"config.json has no place for weight {unexpected[0]} ({len(unexpected)} such)",
-                "take both from one model",
+                f"the model has no place for weight {self.unexpected[0]} "
+                f"({len(self.unexpected)} such)",
+                self.remedy,
             )
 
     def _check_stored(self, name: str, tensor: Tensor) -> None:
-        (stored,) = self.sources.made_of[name]
+        (stored,) = self.made_of[name]
         shape = self._slice(stored).get_shape()
         kind = self._slice(stored).get_dtype()
         due = [*described(self.model, name, tensor).shape]
         if shape != due:
             raise folder_error(
-                self.folder,
-                f"weight {stored} is {shape}, but {due} by config.json",
-                "take both from one model",
+                self.folder, f"weight {stored} is {shape}, but {due} in the model", self.remedy
             )
         allowed = FLOATS if tensor.is_floating_point() else WHOLE
         if stored + SCALE in self.files:
@@ -161,16 +176,17 @@ class StoredWeights:
     def notes(self) -> list[str]:
         """What the user should know of weights that can be read: which tensors are not used, which
         are FP8 or of another type than most, and what starts new."""
-        read = self.sources.made_of
+        read = self.made_of
         notes = []
         if (head := read.get(HEAD[0], HEAD)[0]) != HEAD[0]:
             notes.append(f"its head is {head}")
-        if missing := [name for name in HEAD if name in {*self.parameters} - {*read}]:
-            notes.append(f"the head starts new ({', '.join(missing)})")
-        if unused := [*self.sources.unused, *self.other_files]:
-            notes.append(f"not used: {shorten_names(unused)}")
-        if missing := [name for name in self.buffers if name not in read]:
-            notes.append(f"not there, so they start new: {shorten_names(missing)}")
+        missing = [name for name in self.weights if name not in read]
+        if new := [name for name in missing if name in HEAD]:
+            notes.append(f"the head starts new ({', '.join(new)})")
+        if self.unused:
+            notes.append(f"not used: {shorten_names(self.unused)}")
+        if new := [name for name in missing if name not in HEAD]:
+            notes.append(f"not there, so they start new: {shorten_names(new)}")
         kinds = {stored: self._slice(stored).get_dtype() for (stored,) in read.values()}
         if fp8 := [stored for stored in kinds if kinds[stored] == FP8]:
             notes.append(f"{len(fp8)} weights are FP8 and are read as floats (dequantized)")
@@ -181,16 +197,18 @@ class StoredWeights:
     def check_moments(self) -> None:
         """Raises a UserError if a trained head's outputs are meant to be normalised by numbers that
         the folder has beside it, in config.json or as tensors."""
-        if HEAD[0] not in self.sources.made_of:
+        if HEAD[0] not in self.made_of:
             return
         fields = [
             name for name in vars(cast(Any, self.model).config) if re.fullmatch(MOMENTS, name)
         ]
         numbers = [
             name
-            for name in self.sources.unused
+            for name in self.unused
             # a layer's number is no output's
-            if math.prod(self._slice(name).get_shape()) == 1 and not re.search(r"\.\d+\.", name)
+            if name in self.files
+            and math.prod(self._slice(name).get_shape()) == 1
+            and not re.search(r"\.\d+\.", name)
         ]
         if moments := [*fields, *numbers]:
             raise folder_error(
@@ -203,8 +221,7 @@ class StoredWeights:
         """Raises a UserError if weights that config.json ties differ in the folder; transformers
         doesn't tie these."""
         for tied in ties_of(self.model).items():
-            made_of = self.sources.made_of
-            stored = {source for path in tied for source in made_of.get(hf_name(path), ())}
+            stored = {source for path in tied for source in self.made_of.get(hf_name(path), ())}
             if len(stored) == 2 and not torch.equal(*(self._slice(name)[:] for name in stored)):
                 raise folder_error(
                     self.folder,
@@ -214,7 +231,7 @@ class StoredWeights:
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
         """A part of a weight, or all of it, FP8 as float32."""
-        (stored,) = self.sources.made_of[name]
+        (stored,) = self.made_of[name]
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
         weight = self._slice(stored)[:].float()
@@ -224,10 +241,62 @@ class StoredWeights:
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         return (weight * scales)[where]
 
-    def read_buffers(self) -> None:
-        for name, buffer in self.buffers.items():
-            if name in self.sources.made_of:
-                buffer.copy_(self.read(name))
-
     def _slice(self, stored: str) -> Any:
         return self.files[stored].get_slice(stored)
+
+
+def open_folder(folder: str, model: Any) -> Stored:
+    """From a folder's names to the model's. Raises a UserError if a file can't be read, two tensors
+    are the same weight, or transformers would merge or split one."""
+    files, other_files = _open_files(Path(folder))
+    shapes = {name: file.get_slice(name).get_shape() for name, file in files.items()}
+    conversions, ignored = model.folder_names
+    merges = [part for part in conversions if isinstance(part, WeightConverter)]
+    renames = [part for part in conversions if part not in merges]
+    ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
+    weights = own_weights(weights_of(model)) | buffers_of(model)
+    known = dict.fromkeys([*weights, *ties], True)
+    modules = {
+        part.split(".")[0]
+        for name in known
+        for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
+    }
+    made_of: dict[str, tuple[str, ...]] = {}
+    others: dict[bool, list[str]] = {True: [], False: []}  # by whether they are of a module
+    for source in shapes:
+        name, merged = rename_source_key(source, renames, merges, model.base_model_prefix, known)
+        if merged:
+            raise folder_error(
+                folder,
+                f"weight {source} must be merged or split on loading, which is not in this version",
+                "use another model",
+            )
+        if name in made_of:
+            raise folder_error(
+                folder,
+                f"{made_of[name][0]} and {source} are both the weight {name}",
+                "remove the one that is not the model's",
+            )
+        if name in known:
+            made_of[name] = (source,)
+        # a scale is read with its weight
+        elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
+            of_module = name.split(".")[0] in modules and not re.search("|".join(ignored), name)
+            others[of_module].append(source)
+    unused = others[False]
+    if HEAD[0] in known and HEAD[0] not in made_of:
+        width = weights[HEAD[0]].shape[-1]
+        head = find_head({name: shapes[name] for name in unused}, width)
+        made_of |= {name: (source,) for name, source in head.items() if name in known}
+        unused = [source for source in unused if (source,) not in made_of.values()]
+    tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
+    return Stored(
+        folder,
+        model,
+        files,
+        weights,
+        tied | made_of,
+        others[True],
+        [*unused, *other_files],
+        blocks=fp8_blocks(folder),
+    )

@@ -6,7 +6,7 @@ questions, so that nobody asks which of them a model is.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from splitppo.models.build import Kind, build, freeze, shorten
 from splitppo.models.cost import Cost, Counts, measure, numbers
-from splitppo.models.names import weights_of
+from splitppo.models.names import buffers_of, own_weights, weights_of
 from splitppo.models.sharding import gather_full
 
 TRACED_LAYERS = 8
@@ -24,13 +24,18 @@ TRACED_LAYERS = 8
 
 @dataclass(frozen=True)
 class Trainable:
-    """The questions, with the answers of a model that is trained whole."""
+    """The questions, with the answers of a model that is trained whole, or but for some weights."""
 
     kind: Kind
+    # the weights that are not trained (`build.freeze`)
+    frozen: tuple[str, ...] = field(default=(), kw_only=True)
+    # whether the weights are held in float32, and not in the precision of forward passes
+    exact = True
 
     def prepare(self, model: nn.Module) -> None:
         """Chooses which weights need a gradient; the model is on the meta device. Raises UserError
         if a setting that names some matches none."""
+        freeze(model, self.frozen, f"{self.kind}.freeze")
 
     def add(self, model: nn.Module) -> None:
         """Adds the modules that training needs, after the layers are cut for a tensor-parallel
@@ -43,11 +48,6 @@ class Trainable:
         """Raises UserError if training can't start from the folder `start`, by default the one that
         the settings name. Returns what the user should know of it."""
         return []
-
-    def held_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The precision of the weights as the optimizer sees them; `dtype` is that of forward
-        passes."""
-        return torch.float32
 
     def cost(self, cost: Cost) -> Cost:
         """What such a model holds and computes; `cost` is that of its forward and backward pass."""
@@ -66,14 +66,22 @@ class Trainable:
         return self.parameters(model)
 
     def sent(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Those that engines and exports get, through `gather`."""
-        return self.parameters(model)
+        """Those that engines and exports get, through `gather`, which merges adapters into them."""
+        return own_weights(self.parameters(model))
 
     def gather(
         self, model: nn.Module, named: dict[str, Tensor], dtype: torch.dtype
     ) -> Iterable[tuple[str, Tensor]]:
         """Some of the weights that are `sent`, full; all ranks call it (`gather_full`)."""
         return gather_full(model, named, dtype)
+
+    def merged(self, model: nn.Module) -> dict[str, Tensor]:
+        """The weights that are `sent`, and buffers, of a model that is not sharded. Adapters are
+        merged in place: a second model may not fit."""
+        sent = self.sent(model)
+        for name, weight in self.gather(model, {**sent}, torch.float32):
+            sent[name].detach().copy_(weight)
+        return {**sent, **buffers_of(model)}
 
     def gather_files(self, model: nn.Module) -> dict[str, Tensor]:
         """The full tensors of `write`, in host memory; all ranks call it."""
@@ -90,18 +98,10 @@ class Trainable:
 
 
 @dataclass(frozen=True)
-class Whole(Trainable):
-    """A model whose weights are trained, but those that `frozen` names (`build.freeze`)."""
-
-    frozen: tuple[str, ...] = ()
-
-    def prepare(self, model: nn.Module) -> None:
-        freeze(model, self.frozen, f"{self.kind}.freeze")
-
-
-@dataclass(frozen=True)
 class NotTrained(Trainable):
     """A model that is not trained: reference, reward model."""
+
+    exact = False
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return {}
@@ -111,11 +111,8 @@ class NotTrained(Trainable):
         # without them
         model.requires_grad_(self.kind != "reward")
 
-    def held_in(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def cost(self, cost: Cost) -> Cost:
-        return cost.not_trained()
+        return replace(cost, trained=0, weights=float(cost.parameters * cost.width))
 
 
 def count(config: PretrainedConfig, trainable: Trainable) -> Counts:

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 
 from splitppo.models.build import Kind, build, check_type, folder_error, on_meta, read_config
 from splitppo.models.heads import ValueModel
-from splitppo.models.names import HEAD, own_weights, ties_of
+from splitppo.models.names import HEAD, buffers_of, own_weights, ties_of, weights_of
 from splitppo.models.sharding import bounds, described, local
-from splitppo.models.stored import HEADED, StoredWeights
+from splitppo.models.stored import HEADED, open_folder
 from splitppo.models.tokenizer import TOKENIZER_FILES
 
 # of a written config.json never as before: the precision; code and quantization, which are not
@@ -46,11 +46,11 @@ def check_folder(
         ) from error
     if random_init:
         return []
-    weights = StoredWeights(folder, model)
-    weights.check()
-    weights.check_ties()
-    weights.check_moments()
-    return weights.notes()
+    stored = open_folder(folder, model)
+    stored.check()
+    stored.check_ties()
+    stored.check_moments()
+    return stored.notes()
 
 
 def fill(
@@ -66,20 +66,17 @@ def fill(
     that the folder lacks (`normal` is drawn). Raises UserError if a weight is not there, or of
     another shape, or of a type that can't be read."""
     materialize(model, device)
-    weights = None if random_init else StoredWeights(folder, model)
-    if weights:
-        weights.check()
-    for name, parameter in own_weights(model).items():
-        if weights and name in weights.sources.made_of:
-            value = weights.read(name, bounds(model, name, parameter))
-        else:
-            of_head = parameter.shape[-1] ** -0.5 if head == "normal" else 0.0
-            own_head = isinstance(model, HEADED) and name in HEAD
-            std = of_head if own_head else getattr(model.config, "initializer_range", 0.02)
-            value = draw(model, name, parameter, seed, std)
-        local(parameter).copy_(value)
-    if weights:
-        weights.read_buffers()
+    stored = None if random_init else open_folder(folder, model)
+    if stored:
+        stored.check()
+    for name, tensor in (own_weights(weights_of(model)) | buffers_of(model)).items():
+        if stored and name in stored.made_of:
+            local(tensor).copy_(stored.read(name, bounds(model, name, tensor)))
+        elif isinstance(tensor, nn.Parameter):  # and no buffer, which has been computed
+            std = getattr(model.config, "initializer_range", 0.02)
+            if isinstance(model, HEADED) and name in HEAD:
+                std = tensor.shape[-1] ** -0.5 if head == "normal" else 0.0
+            local(tensor).copy_(draw(model, name, tensor, seed, std))
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -159,27 +156,12 @@ def _complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, po
         )
 
 
-def save_trained(
-    config: PretrainedConfig,
-    kind: Kind,
-    named: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    *folders: Path,
-    own_code: bool,
-    write: bool,
-) -> None:
-    """Writes full weights and buffers (`Learner.weights`) as a Hugging Face folder, which replaces
-    an older one. `folders`: the folders `source` and `tokenizer` of `save`. All ranks of the group
-    call it, and one of them has `write`."""
-    held = {name: tensor.cpu().clone() for name, tensor in named if write}
-    if not write:
-        return
+def assemble(config: PretrainedConfig, kind: Kind, named: Mapping[str, Tensor]) -> nn.Module:
+    """A model of full weights and buffers, whose memory it shares."""
     model = build(config, kind)
-    model.load_state_dict(held, assign=True)
-    partial = folder.with_name(f"{folder.name}.partial")
-    save(model, partial, *folders, own_code=own_code)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    tied = {alias: named[main] for alias, main in ties_of(model).items()}
+    model.load_state_dict({**named, **tied}, assign=True)
+    return model
 
 
 def draw(model: nn.Module, name: str, parameter: Tensor, seed: int, std: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,7 +183,13 @@ class Builder:
             max_rows=rows,
             max_tokens=tokens,
             kv_bytes=kv_cache(
-                config, policy.config, resolved.dtype, rows=rows, tokens=tokens, total=total
+                config,
+                policy.config,
+                resolved.dtype,
+                policy.counts.parameters,
+                rows=rows,
+                tokens=tokens,
+                total=total,
             ),
             eos=tuple(sorted(resolved.eos)),
             vocabulary=resolved.vocabulary_size,
@@ -255,17 +262,20 @@ class Builder:
         start from."""
         folder = self.folder / "pretrained_value"
         model = self.resolved.models["value"]
-        weights.save_trained(
-            model.config,
-            "value",
-            value.weights(torch.float32),
-            folder,
-            model.folder(self.folder),
-            self.resolved.models["policy"].folder(self.folder),
-            own_code=self.config.policy.trust_remote_code,
-            write=value.runner.group.is_first,
-        )
-        if value.runner.group.is_first:
+        writes = value.runner.group.is_first
+        named = value.weights(torch.float32)
+        held = {name: tensor.cpu().clone() for name, tensor in named if writes}
+        if writes:
+            partial = folder.with_name(f"{folder.name}.partial")
+            weights.save(
+                weights.assemble(model.config, "value", held),
+                partial,
+                model.folder(self.folder),
+                self.resolved.models["policy"].folder(self.folder),
+                own_code=self.config.policy.trust_remote_code,
+            )
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
             say(f"[critic] the value model is pretrained: --value.path {folder}")
 
     def _learner(self, name: str, runner: Runner) -> Learner:
@@ -358,7 +368,7 @@ class Builder:
         model = build.build(
             held[-1].config,
             facts.kind if held == [facts] else "both",
-            facts.trainable.held_in(resolved.dtype),
+            torch.float32 if facts.trainable.exact else resolved.dtype,
             packed=facts.packed,
         )
         facts.trainable.prepare(model)

@@ -17,7 +17,7 @@ from splitppo.models import build, lora, tiny, weights
 from splitppo.models.cost import Counts
 from splitppo.models.probe import find_mismatch
 from splitppo.models.tokenizer import eos_ids, find_differences, has_tokenizer, read_tokenizer
-from splitppo.models.trainable import NotTrained, Trainable, Whole, count
+from splitppo.models.trainable import NotTrained, Trainable, count
 from splitppo.run.folder import fingerprint
 from splitppo.run.sources import model_paths
 
@@ -60,26 +60,27 @@ def setting_of(name: str) -> str:
     return "reward.model" if name == "reward" else f"{name}.path"
 
 
-def read_model(
-    config: Config, name: str, origin: str, local: Mapping[str, str], wanted: bool, probe: bool
+def describe(
+    config: Config,
+    name: str,
+    origin: str,
+    path: str,
+    adapter: str | None = None,
+    *,
+    wanted: bool = False,
 ) -> Model:
-    """Reads and checks a model's folder. `local`: hub name -> its path. `wanted`: that it runs on
-    packed rows."""
-    path = local.get(origin, origin)
-    adapter = None
-    if name == "teacher":
-        path, adapter = _teacher_folders(config, path, local)
-    is_value = name == "value"
+    """What settings and config.json say of a model in the folder `path`, unchecked. `adapter`: of a
+    teacher. `wanted`: that it runs on packed rows."""
     own_code = config.policy.trust_remote_code
     model_config = (
         tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
     )
-    if is_value:
+    if name == "value":
         model_config = build.shorten(model_config, config.value.layers, origin)
         model_config = build.bound(model_config, config.value.range, origin)
     if name == "reward":
         model_config = build.choose_label(model_config, config.reward.label, origin)
-    model = Model(
+    return Model(
         kind=KINDS[name],
         name=origin,
         path=path,
@@ -90,6 +91,17 @@ def read_model(
         or bool(config.reward.steps if name == "reward" else wanted),
         trainable=_trainable(config, name, path, adapter),
     )
+
+
+def read_model(
+    config: Config, name: str, origin: str, local: Mapping[str, str], wanted: bool, probe: bool
+) -> Model:
+    """Reads and checks a model's folder. `local`: hub name -> its path."""
+    path = local.get(origin, origin)
+    adapter = None
+    if name == "teacher":
+        path, adapter = _teacher_folders(config, path, local)
+    model = describe(config, name, origin, path, adapter, wanted=wanted)
     if path != "tiny":
         notes = weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
         model = replace(model, notes=tuple(notes))
@@ -125,7 +137,7 @@ def _trainable(config: Config, name: str, path: str, adapter: str | None) -> Tra
     settings: PolicyConfig | ValueConfig = getattr(config, name)
     if settings.lora.rank:
         return lora.Adapter(KINDS[name], settings.lora, model_paths(config)[name], digest)
-    return Whole(KINDS[name], settings.freeze)
+    return Trainable(KINDS[name], frozen=settings.freeze)
 
 
 def _packs(config: Config, name: str, model: Model) -> bool:

@@ -57,8 +57,9 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
     """Of a model or an adapter."""
     import torch
 
-    from splitppo.models import build, hub, lora
+    from splitppo.models import build, hub
     from splitppo.models.weights import fill
+    from splitppo.run.models import describe
 
     settings = Path(name, "adapter_config.json")
     is_adapter = settings.is_file()
@@ -68,12 +69,14 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
         raise UserError("tiny is drawn anew in each run; name a run, or a model's folder")
 
     def weights() -> Mapping[str, Any]:
-        own_code = config.policy.trust_remote_code
-        folder = hub.find("policy.path", base, own_code=own_code)[1]
-        model = build.build(build.read_config(folder, own_code=own_code), "policy")
+        folder = hub.find("policy.path", base, own_code=config.policy.trust_remote_code)[1]
+        # frozen, as a teacher is
+        facts = describe(config, "teacher", base, folder, name if is_adapter else None)
+        facts.trainable.check(facts.config)
+        model = build.build(facts.config, facts.kind)
+        facts.trainable.add(model)
         fill(model, folder, torch.device("cpu"))
-        if is_adapter:
-            lora.merge_into(model, Path(name))
-        return model.state_dict()
+        facts.trainable.read(model, config.seed)
+        return facts.trainable.merged(model)
 
     return config, weights

@@ -9,7 +9,7 @@ from splitppo.errors import UserError
 from splitppo.models import hub
 from splitppo.models.build import check_type, read_config
 from splitppo.models.cost import GB, USABLE
-from splitppo.models.trainable import NotTrained, Whole
+from splitppo.models.trainable import NotTrained, Trainable
 from splitppo.placement import place
 from splitppo.run.memory import card, fitted, highest
 from splitppo.run.models import KINDS, TRAINED, Model
@@ -60,7 +60,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             config,
             random_init=True,
             packed=True,
-            trainable=(Whole if role in TRAINED else NotTrained)(KINDS[role]),
+            trainable=(Trainable if role in TRAINED else NotTrained)(KINDS[role]),
         )
         for role in ("policy", "reference", "value")
     }

@@ -19,11 +19,10 @@ from splitppo.errors import UserError
 from splitppo.models import build, lora
 from splitppo.models.hub import public_name
 from splitppo.models.names import buffers_of, weights_of
-from splitppo.models.stored import StoredWeights
 from splitppo.models.tokenizer import WRITTEN
-from splitppo.models.weights import fill, materialize, save
+from splitppo.models.weights import assemble, fill, materialize, save
 from splitppo.run.checkpoint import complete, damage, read_tensors, step_of
-from splitppo.run.models import KINDS
+from splitppo.run.models import describe
 from splitppo.run.sources import model_folder, model_paths
 from splitppo.tools.runs import check_folder, read_columns
 
@@ -176,28 +175,24 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     """A checkpoint's policy or value model, on the CPU in float32, adapters merged. Without a
     checkpoint: the policy before training, or its base; or another model of the run. Needs no
     process group."""
-
-    source = str(model_folder(config, run, kind))
+    path = str(model_folder(config, run, kind))
+    facts = describe(config, kind, model_paths(config)[kind], path)
+    model = build.build(facts.config, facts.kind)
+    held = facts.trainable
+    if saved:
+        held.add(model)
     cpu = torch.device("cpu")
-    model_config = build.read_config(source, own_code=config.policy.trust_remote_code)
-    if kind == "value":
-        model_config = build.shorten(model_config, config.value.layers, source)
-        model_config = build.bound(model_config, config.value.range, source)
-    model: Any = build.build(model_config, KINDS[kind])
-    drawn = config.policy.random_init
-    part = (saved or run) / PARTS.get(kind, "")
-    adapted = (part / lora.WEIGHTS).is_file()
-    if saved is None or adapted:
+    there = held.saved(model) if saved else {}
+    # a checkpoint has neither buffers nor what is not trained
+    if buffers_of(model) or weights_of(model).keys() - there.keys():
+        drawn = facts.random_init
         base = model_folder(config, run, kind, weights=not drawn)
         fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
-        if adapted:
-            lora.merge_into(model, part)
-        return model
-    materialize(model, cpu)
-    if buffers_of(model) and not drawn:  # checkpoints don't hold them
-        StoredWeights(str(model_folder(config, run, kind, weights=True)), model).read_buffers()
-    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
-    # of no_dist, which asks for just that
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    read_tensors({"model": weights}, part, no_dist=True)
-    return model
+    else:
+        materialize(model, cpu)
+    if saved:
+        # of no_dist, which asks for just that
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        weights = {name: weight.detach() for name, weight in held.saved(model).items()}
+        read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
+    return assemble(facts.config, facts.kind, held.merged(model))

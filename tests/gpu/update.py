@@ -27,11 +27,12 @@ from splitppo.config import OptimConfig, PlacementConfig
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.models.batching import MicroBatch
-from splitppo.models.build import build, count_parameters
+from splitppo.models.build import build
 from splitppo.models.heads import PolicyOutputs, value_outputs
 from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
+from splitppo.models.trainable import count
 from splitppo.models.weights import fill
 from splitppo.placement import Role, place
 from splitppo.rollout import Rollout
@@ -152,7 +153,7 @@ def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> 
     tokens = sum(sum(rollout.totals) for rollout in rollouts)
     rollout, parameters = (
         rollouts[launch.rank],
-        count_parameters(cast(Any, learner.model).config, "policy"),
+        count(cast(Any, learner.model).config, learner.trainable).parameters,
     )
     update = seconds(
         runtime, options, update_of(options, "actor", learner, outputs, rollout), "update"

@@ -28,7 +28,7 @@ from splitppo.job.launch import Launch
 from splitppo.models.cost import Cost
 from splitppo.models.lora import Adapter
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
-from splitppo.models.trainable import NotTrained, Trainable, Whole, cost_of, count
+from splitppo.models.trainable import NotTrained, Trainable, cost_of, count
 from splitppo.placement import place
 from splitppo.run import checks, memory
 from splitppo.run import main as run_main
@@ -142,7 +142,7 @@ def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) ->
             shape,
             random_init=True,
             packed=True,
-            trainable=(NotTrained if name == "reference" else Whole)(kind),
+            trainable=(NotTrained if name == "reference" else Trainable)(kind),
         )
         for name, kind in kinds.items()
     } | models
@@ -432,7 +432,7 @@ def test_a_model_with_its_own_attention_is_estimated_too():
     shape = FalconConfig(
         vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     )
-    found = cost(shape, Whole("policy"))
+    found = cost(shape, Trainable("policy"))
     assert (found.layers, found.hidden, found.widest) == (2, 128, 512)
     assert 10 * found.hidden <= found.saved <= 40 * found.hidden
 
@@ -448,7 +448,7 @@ def test_compiled_layers_keep_as_much_with_adapters():
         num_key_value_heads=2,
     )
     adapter = Adapter("policy", LoraConfig(4))
-    whole, adapted = (cost(shape, trainable) for trainable in (Whole("policy"), adapter))
+    whole, adapted = (cost(shape, trainable) for trainable in (Trainable("policy"), adapter))
     assert whole.saved == pytest.approx(adapted.saved, rel=0.03)
 
 

@@ -341,7 +341,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
 --policy.path={d}/cut => cut/model.safetensors can't be read as a ... fetch it again
 --policy.path={d}/shape =>
-    weight model.norm.weight is [32], but [64] by config.json; take both from one
+    weight model.norm.weight is [32], but [64] in the model; it is another model's: take
 --policy.path={d}/lacks => no weight model.norm.weight in its safetensors
 --reward.model={d}/headless =>
     model folder {d}/headless: no weight score.weight in its safetensors; it is another model's

@@ -18,7 +18,8 @@ from transformers import Qwen2Config
 from splitppo import train
 from splitppo.__main__ import main
 from splitppo.errors import UserError
-from splitppo.models.build import count_parameters, read_config
+from splitppo.models.build import read_config
+from splitppo.models.trainable import Trainable, count
 from splitppo.tools import bench, fit, plan
 from splitppo.tools.cost import (
     Split,
@@ -369,7 +370,8 @@ def test_a_comparison_of_two_real_runs(tmp_path, monkeypatch, capsys):
         assert result["steps_s"] == [step["timing_s/step"] for step in steps[2:]]
         tokens = sum(step["tokens"] for step in steps[2:]) / 2 / (2 if folder == "colocated" else 1)
         for role, kind in kinds.items():
-            work = 6e-12 * count_parameters(tiny, kind) * tokens * 2  # epochs
+            active = count(tiny, Trainable(kind)).active
+            work = 6e-12 * active * tokens * 2  # epochs
             assert result["metrics"][role]["perf/update_tflop"] == pytest.approx(work)
         assert f"{min(result['steps_s']):.2f}-{max(result['steps_s']):.2f}" in told
         assert result["metrics"]["critic"].keys() >= {
