@@ -14,9 +14,8 @@ from torch import Tensor
 from splitppo.job.collectives import Group
 from splitppo.job.wire import Hop, Wire, WireError
 from splitppo.placement import Placement, Role, StepPlan, chunk_sizes
-from splitppo.rollout import (
-    Episode,
-    Rollout,
+from splitppo.rollout import Episode, Rollout
+from splitppo.rollout.wire import (
     exchange_rows,
     exchange_tensors,
     from_bytes,

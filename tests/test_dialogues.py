@@ -21,7 +21,8 @@ from tiers import wide
 
 from splitppo.envs import Message
 from splitppo.models.tiny import build_tiny, build_tokenizer
-from splitppo.rollout import Episode, tensor_of, unpack_rows
+from splitppo.rollout import Episode, tensor_of
+from splitppo.rollout.wire import unpack_rows
 
 __all__ = ["inputs"]  # the fixture
 

@@ -13,7 +13,8 @@ from ranks import ALONE, run_threads
 
 from splitppo.job.collectives import Group
 from splitppo.models.batching import ROUND, micro_batch
-from splitppo.rollout import ENDS, Episode, Rollout, Segment, exchange_rows, pack_rows, unpack_rows
+from splitppo.rollout import ENDS, Episode, Rollout, Segment
+from splitppo.rollout.wire import exchange_rows, pack_rows, unpack_rows
 
 CPU = torch.device("cpu")
 PLAIN = episode(4, [5, 6, 7], [8, 9], [-1.0, -2.0])

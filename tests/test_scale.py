@@ -36,7 +36,7 @@ from splitppo.placement import (
     make_step_plan,
     place,
 )
-from splitppo.rollout import pack_rows
+from splitppo.rollout.wire import pack_rows
 
 ROWS, MINI_BATCHES, CHUNKS, LOCAL = 8, 4, 2, 8  # rows of an actor rank; ranks of a node
 WORLDS = [8, 16, 128, 1024]

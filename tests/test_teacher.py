@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from splitppo import algo
 from splitppo.config import Config
-from splitppo.config.algorithm import DistillConfig
 from splitppo.config.cli import parse
+from splitppo.config.models import DistillConfig
 from splitppo.critic.baselines import Estimate
 from splitppo.critic.teacher import Teacher
 from splitppo.errors import UserError

@@ -39,7 +39,8 @@ from splitppo.generator.sampler import OpenRow, Sampler
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.placement import place
-from splitppo.rollout import ENDS, OLDER, Episode, Prompt, Rollout, tensor_of, unpack_rows
+from splitppo.rollout import ENDS, Episode, Prompt, Rollout, tensor_of
+from splitppo.rollout.wire import OLDER, unpack_rows
 from splitppo.run.build import build_sampler
 from splitppo.run.checks import warnings
 from splitppo.run.life import plan_step

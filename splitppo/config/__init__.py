@@ -8,18 +8,14 @@ the algorithm.
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from splitppo.config.algorithm import (
-    DataConfig,
+from splitppo.config.algorithm import DataConfig, EnvConfig, PPOConfig, RewardConfig, RolloutConfig
+from splitppo.config.models import (
     DistillConfig,
-    EnvConfig,
     LoraConfig,
     Offload,
     OptimConfig,
     PolicyConfig,
-    PPOConfig,
     ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
     TeacherConfig,
     ValueConfig,
 )

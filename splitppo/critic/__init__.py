@@ -24,7 +24,8 @@ from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
 from splitppo.rewards.scorer import Failure, Pending, Scored, Scorer, count_failures, to_score
 from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores, spread_of
-from splitppo.rollout import Rollout, add_turn_rewards, digest, pack
+from splitppo.rollout import Rollout, add_turn_rewards, digest
+from splitppo.rollout.wire import pack
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,8 @@ from splitppo.envs.single import SINGLE_TURN, SingleTurn
 from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import Streams
-from splitppo.rollout import (
-    IDS,
-    LOGPROBS,
-    OLDER,
-    Episode,
-    Prompt,
-    Segment,
-    digest,
-    exchange_rows,
-    pack_rows,
-    tensor_of,
-    unpack_rows,
-)
+from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, digest, tensor_of
+from splitppo.rollout.wire import OLDER, exchange_rows, pack_rows, unpack_rows
 
 RECORDED = 32  # slots, the first, whose rows the metrics have
 ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment

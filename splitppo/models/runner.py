@@ -23,7 +23,8 @@ from splitppo.models.batching import (
 from splitppo.models.heads import adapters_off
 from splitppo.models.offload import HostShards, Offloaded
 from splitppo.models.sequence import sequence_of
-from splitppo.rollout import Episode, Rollout, exchange_rows, exchange_tensors, pack
+from splitppo.rollout import Episode, Rollout
+from splitppo.rollout.wire import exchange_rows, exchange_tensors, pack
 
 # (model, rows) -> `[N, ...]` tensors
 Outputs = Callable[[nn.Module, MicroBatch], Sequence[Tensor]]

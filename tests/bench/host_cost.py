@@ -36,7 +36,8 @@ from splitppo.job.collectives import Group
 from splitppo.models.batching import cut_lengths
 from splitppo.models.runner import Runner
 from splitppo.placement import Streams, make_step_plan, piece
-from splitppo.rollout import Episode, Prompt, Rollout, pack_rows, unpack_rows
+from splitppo.rollout import Episode, Prompt, Rollout
+from splitppo.rollout.wire import pack_rows, unpack_rows
 
 PROMPT, MINI, FIELDS, BUDGET = [7] * 128, 4, 3, 32_768
 PASSES = 4  # forward passes over a row: policy and value model, before and in the update
