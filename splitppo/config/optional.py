@@ -1,9 +1,11 @@
-"""Rules for what a run may have: environments, adapters, sets of ranks that run a model's rows
+"""Rules for what a run may have: environments, adapters, a critic, a teacher, sets of ranks that run a model's rows
 together. Part of those of rules.py."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from splitppo.config import Config, LoraConfig
+from splitppo.config import OF_VALUES, Config, LoraConfig
+from splitppo.config.toml import leaves
 
 
 def of_environments(config: Config) -> list[tuple[object, str]]:
@@ -99,6 +101,62 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
             f"{shares} with {sets['policy']} for the policy and {sets['value']} for the value "
             "model: one base is cut one way; leave value.tensor_parallel and "
             "value.sequence_parallel unset",
+        ),
+    ]
+
+
+def of_critic(config: Config) -> list[tuple[object, str]]:
+    """Whether settings of the critic contradict each other or other settings, and what is said
+    then."""
+    ppo = config.ppo
+    value = config.value
+    samples = config.rollout.samples
+    lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
+    default = dict(leaves(asdict(Config())))
+    return [
+        (
+            value.pretrain_steps and ppo.critic_warmup,
+            f"value.pretrain_steps={value.pretrain_steps} and "
+            f"ppo.critic_warmup={ppo.critic_warmup} "
+            "are both for the first steps; unset one",
+        ),
+        (
+            value.pretrain_steps > config.steps,
+            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; "
+            "raise steps",
+        ),
+        *(
+            (
+                ppo.baseline != "value" and setting != default[name],
+                f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
+            )
+            for name, setting in leaves(asdict(config))
+            if name.startswith(OF_VALUES)
+        ),
+        (
+            value.range and ppo.kl_coef > 0,
+            f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
+            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
+        ),
+        (
+            value.range and (ppo.gamma != 1 or lam_value != 1),
+            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
+            f"ppo.lam_value={lam_value}; set both to 1",
+        ),
+        (
+            not config.has_value and ppo.lam == "adaptive",
+            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values"
+            f"{' where nothing is rewarded' * (ppo.baseline == 'value')}; use ppo.lam=1",
+        ),
+        (
+            ppo.baseline == "group" and samples == 1,
+            "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
+            "leaves none; use rollout.samples=8, or ppo.baseline=batch",
+        ),
+        (
+            ppo.baseline == "group" and config.rollout.window,
+            f"ppo.baseline=group with rollout.window={config.rollout.window}: "
+            "a prompt's rows end in different steps; use ppo.baseline=batch, or rollout.window=0",
         ),
     ]
 

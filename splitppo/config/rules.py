@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splitppo.config import OF_VALUES, Config, PPOConfig
-from splitppo.config.optional import of_adapters, of_environments, of_sets, of_teacher
+from splitppo.config.optional import of_adapters, of_critic, of_environments, of_sets, of_teacher
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, unique_names
 
@@ -122,7 +122,7 @@ def check(config: Config) -> None:
             raise UserError(f"{name}={value} must be at least 0")
     parts = (
         *(_of_job, _of_rollout, of_environments, of_teacher, _of_reward),
-        *(_of_ppo, _of_critic, of_adapters),
+        *(_of_ppo, of_critic, of_adapters),
     )
     for message in (said for part in parts for is_wrong, said in part(config) if is_wrong):
         raise UserError(message)
@@ -339,60 +339,6 @@ def _of_ppo(config: Config) -> Contradictions:
             ppo.critic_warmup >= config.steps,
             f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the "
             "policy; raise steps",
-        ),
-    ]
-
-
-def _of_critic(config: Config) -> Contradictions:
-    ppo = config.ppo
-    value = config.value
-    samples = config.rollout.samples
-    lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
-    default = dict(leaves(asdict(Config())))
-    return [
-        (
-            value.pretrain_steps and ppo.critic_warmup,
-            f"value.pretrain_steps={value.pretrain_steps} and "
-            f"ppo.critic_warmup={ppo.critic_warmup} "
-            "are both for the first steps; unset one",
-        ),
-        (
-            value.pretrain_steps > config.steps,
-            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; "
-            "raise steps",
-        ),
-        *(
-            (
-                ppo.baseline != "value" and setting != default[name],
-                f"{name}={setting}: ppo.baseline={ppo.baseline} has no value model; unset {name}",
-            )
-            for name, setting in leaves(asdict(config))
-            if name.startswith(OF_VALUES)
-        ),
-        (
-            value.range and ppo.kl_coef > 0,
-            f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
-            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
-        ),
-        (
-            value.range and (ppo.gamma != 1 or lam_value != 1),
-            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
-            f"ppo.lam_value={lam_value}; set both to 1",
-        ),
-        (
-            not config.has_value and ppo.lam == "adaptive",
-            f"ppo.lam=adaptive: ppo.baseline={ppo.baseline} uses no values"
-            f"{' where nothing is rewarded' * (ppo.baseline == 'value')}; use ppo.lam=1",
-        ),
-        (
-            ppo.baseline == "group" and samples == 1,
-            "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
-            "leaves none; use rollout.samples=8, or ppo.baseline=batch",
-        ),
-        (
-            ppo.baseline == "group" and config.rollout.window,
-            f"ppo.baseline=group with rollout.window={config.rollout.window}: "
-            "a prompt's rows end in different steps; use ppo.baseline=batch, or rollout.window=0",
         ),
     ]
 
