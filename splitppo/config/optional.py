@@ -1,5 +1,5 @@
-"""Rules for what a run may have: environments, adapters, a critic, a teacher, sets of ranks that run a model's rows
-together. Part of those of rules.py."""
+"""Rules for what a run may have: environments, adapters, a critic, a teacher, sets of
+ranks that run a model's rows together. Part of those of rules.py."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from splitppo.config import OF_VALUES, Config, PPOConfig
+from splitppo.config import Config, PPOConfig
 from splitppo.config.optional import of_adapters, of_critic, of_environments, of_sets, of_teacher
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, unique_names

@@ -203,13 +203,15 @@ def bound(
 
 def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> PretrainedConfig:
     """A reward model's configuration with the label whose probability is the score; None: it has
-    one label, whose number is the score. Raises UserError if it has no such label."""
+    one label, whose number is the score. Raises UserError if it gives no scores, or has no such
+    label."""
+    check_type(config, "reward", folder)
     wide: Any = config
     if not (label in wide.label2id if wide.num_labels > 1 else label is None):
         raise UserError(
-            f"reward.label={label or 'unset'}: {folder} gives {wide.num_labels} numbers a text, of "
-            f"the labels {', '.join(wide.label2id)}; set it to the label whose probability is the "
-            "score, and not if there is one"
+            f"reward.label={label or 'unset'}: reward.model={folder} has the labels "
+            f"{', '.join(wide.label2id)}, by its config.json; of several, name the one whose "
+            "probability is the score, or choose another reward.model"
         )
     wide.score_label = wide.label2id.get(label)
     return config

@@ -209,7 +209,7 @@ ON_RANKS = {
     "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),
     "no such checkpoint": (
         f"{TWO} --run-dir run --resume run/checkpoints/step_000007",
-        ["step_000007", "RUN/checkpoints"],
+        ["step_000007", "checkpoints/step_*"],
     ),
 }
 
