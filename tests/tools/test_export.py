@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from test_families import PLAIN, configured, written
 
 from splitppo import train
 from splitppo.config import Config
@@ -52,6 +55,23 @@ def test_a_folder_of_others_is_not_replaced(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not of splitppo export"):
         export(run, out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["value"], "nothing is written before"
+
+
+@pytest.mark.ranks
+def test_buffers_which_no_checkpoint_holds_are_the_folders(tmp_path: Path) -> None:
+    written(tmp_path / "model", configured(*PLAIN["apertus, with buffers"][:2]))
+    argv = (
+        f"--policy.path={tmp_path}/model --run-dir={tmp_path}/run --steps=1 --ppo.baseline=batch "
+        "--rollout.batch-size=4 --rollout.max-prompt-tokens=16 --rollout.max-new-tokens=4 "
+        "--ppo.mini-batches=1 --log.validate-every=0 --checkpoint.every=1 "
+        "--policy.optim.lr=0.01 --policy.no-random-init"
+    )
+    assert train.main(argv.split()) == 0
+    after = load_file(export(tmp_path / "run", dtype="float32") / "policy" / "model.safetensors")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.endswith((".beta", ".eps"))}
 
 
 @pytest.mark.parametrize(
