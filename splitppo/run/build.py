@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +43,7 @@ from splitppo.run.folder import fingerprint
 from splitppo.run.models import Model
 from splitppo.run.parts import find_parts
 from splitppo.run.resolve import Resolved
+from splitppo.run.saver import save_value
 
 
 def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
@@ -220,7 +220,9 @@ class Builder:
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
             teacher=self._teacher(runner),
-            pretrained=lambda: [self._save_value(learner) for learner in baseline.learners],
+            pretrained=lambda: [
+                save_value(self.resolved, self.folder, learner) for learner in baseline.learners
+            ],
         )
         self._warm_up(critic)
         return critic
@@ -256,27 +258,6 @@ class Builder:
         return Runner(
             self.runtime.groups[role], self.runtime.device, self.config.compute.micro_batch_tokens
         )
-
-    def _save_value(self, value: Learner) -> None:
-        """Writes the value model beside the checkpoints, with the tokenizer, for other runs to
-        start from."""
-        folder = self.folder / "pretrained_value"
-        model = self.resolved.models["value"]
-        writes = value.runner.group.is_first
-        named = value.weights(torch.float32)
-        held = {name: tensor.cpu().clone() for name, tensor in named if writes}
-        if writes:
-            partial = folder.with_name(f"{folder.name}.partial")
-            weights.save(
-                weights.assemble(model.config, "value", held),
-                partial,
-                model.folder(self.folder),
-                self.resolved.models["policy"].folder(self.folder),
-                own_code=self.config.policy.trust_remote_code,
-            )
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-            say(f"[critic] the value model is pretrained: --value.path {folder}")
 
     def _learner(self, name: str, runner: Runner) -> Learner:
         chosen = self.config.policy if name == "policy" else self.config.value
