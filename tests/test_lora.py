@@ -566,3 +566,19 @@ def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys, monkey
         (line,) = printed.err.strip().splitlines()
         assert line.startswith("error: ")
         assert said.format(**names) in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"r": 3, "lora_alpha": 3}, "names no base model"),
+        ({"r": 3, "base_model_name_or_path": ["a"]}, "names no base model"),
+        ([], "no adapter can be read there|names no base model"),
+    ],
+)
+def test_an_adapters_base_is_named_or_asked_for(settings, said, tmp_path):
+    (tmp_path / lora.SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=said):
+        lora.base_of(tmp_path)
+    (tmp_path / lora.SETTINGS).write_text('{"base_model_name_or_path": "org/base"}')
+    assert lora.base_of(tmp_path) == "org/base"

@@ -287,6 +287,17 @@ def peft_name(name: str) -> str:
     return PEFT + re.sub(ADAPTER, r".lora_\1.", name)
 
 
+def base_of(folder: Path) -> str:
+    """The name of the model that an adapter is of. Raises a UserError if its settings have none."""
+    base = _read_settings(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder}: {SETTINGS} names no base model (base_model_name_or_path={base!r}); write "
+            "the folder or hub name of the base there"
+        )
+    return base
+
+
 def _read_settings(folder: Path) -> dict[str, Any]:
     """An adapter's settings. Raises a UserError if they can't be read, or one of them may change
     what it computes."""

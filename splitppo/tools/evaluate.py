@@ -2,7 +2,6 @@
 checkpoints, through the rewards or the environment."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,13 +56,12 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
     """Of a model or an adapter."""
     import torch
 
-    from splitppo.models import build, hub
+    from splitppo.models import build, hub, lora
     from splitppo.models.weights import fill
     from splitppo.run.models import describe
 
-    settings = Path(name, "adapter_config.json")
-    is_adapter = settings.is_file()
-    base = json.loads(settings.read_text())["base_model_name_or_path"] if is_adapter else name
+    is_adapter = Path(name, lora.SETTINGS).is_file()
+    base = lora.base_of(Path(name)) if is_adapter else name
     config = parse(["--policy.path", base, *flags])
     if base == "tiny":
         raise UserError("tiny is drawn anew in each run; name a run, or a model's folder")
