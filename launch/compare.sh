@@ -24,7 +24,7 @@ for i in range(4096): print("{\"question\": \"%099d\", \"answer\": \"%d\"}" % (r
 table() { # arguments: response lengths, model size, rows per step and GPU, tokens of a micro-batch, more flags
     # shellcheck disable=SC2086 # BENCH holds several words
     splitppo bench --gpus "$gpus" --out "$out/$what" --lengths "$1" --policy.path "$models/Qwen2.5-$2-Instruct" \
-        --policy.random-init --value.random-init --rollout.batch-size $(($3 * gpus)) --ppo.mini-batches 4 \
+        --policy.random-init --rollout.batch-size $(($3 * gpus)) --ppo.mini-batches 4 \
         --compute.micro-batch-tokens "$4" --ppo.kl-coef 0.01 --data.files "$out/prompts.jsonl" \
         --data.prompt-key question --data.answer-key answer --reward.function exact_match "${@:5}" ${BENCH:-} || status=1
 }

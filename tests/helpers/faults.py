@@ -248,7 +248,7 @@ def inject(fault: Fault) -> None:
     Learner.__init__ = noted  # type: ignore[method-assign]
     updates = {
         "logprobs": lambda self, *_: self.learner.updates + 1,
-        "gae": lambda self, *_: self.learner.updates + 1,
+        "gae": lambda _, step, *rest: step,
     }
     if fault.moment == "rollout":
         generate = Generator.generate
