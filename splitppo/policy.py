@@ -61,6 +61,8 @@ class Policy:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
+        surrogate = self.surrogate
+        self.surrogate = Surrogate(self.context)  # zeros are no rows for a user's loss
         self.learner.warm_up(
             partial(self._outputs, entropy=True),
             self._objective,
@@ -70,6 +72,7 @@ class Policy:
                 [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.lesson.columns],
             ),
         )
+        self.surrogate = surrogate
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()
@@ -256,11 +259,7 @@ class Policy:
 
 
 class Surrogate:
-    """The loss of the advantages: here PPO's.
-
-    Attributes:
-        metrics: names of those that it has.
-    """
+    """The loss of the advantages: here PPO's. `metrics`: names of those that it has."""
 
     def __init__(self, context: Context):
         self.ppo = context.config.ppo

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,19 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
     assert status == 0, said
     assert measured(tmp_path / "three")["val/score/mean"] == due["val/score/mean"]
+    # a run that started from a folder; a copy of its checkpoint is none
+    more = "--steps=2 --run-dir=NEXT --reward.function=digits.py:score".split()
+    ((status, said),) = in_one_process(tmp_path, [f"--policy.path={policy[0]}", *SMALL, *more])
+    assert status == 0, said
+    line = json.loads((tmp_path / "NEXT/metrics/actor.jsonl").read_text().splitlines()[-1])
+    ((status, said),) = run_ranks(1, _eval, str(tmp_path), ["eval", "NEXT", "--out", "four"])
+    assert status == 0, said
+    assert measured(tmp_path / "four")["val/score/mean"] == line["val/score/mean"]
+    shutil.copytree(tmp_path / "NEXT/checkpoints/step_000002", tmp_path / "NEXT/kept/step_000002")
+    words = ["eval", "NEXT/kept/step_000002"]
+    ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
+    assert status == 2
+    assert "no complete checkpoint of a run" in said
 
 
 MEASURED = ("val/score/mean", "val/rows", "val/response_length/mean")

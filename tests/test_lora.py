@@ -572,13 +572,19 @@ def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys, monkey
     ("settings", "said"),
     [
         ({"r": 3, "lora_alpha": 3}, "names no base model"),
-        ({"r": 3, "base_model_name_or_path": ["a"]}, "names no base model"),
-        ([], "no adapter can be read there|names no base model"),
+        ({"r": 3, "lora_alpha": 3, "base_model_name_or_path": ["a"]}, "names no base model"),
+        ({"r": 0, "lora_alpha": 3}, "has r=0"),
+        ({"r": 4.0, "lora_alpha": 3}, r"has r=4\.0"),
+        ({"r": True, "lora_alpha": 3}, "has r=True"),
+        ({"r": 4, "lora_alpha": None}, "has lora_alpha=None"),
+        ({"r": 4, "lora_alpha": "8"}, "has lora_alpha='8'"),
     ],
 )
 def test_an_adapters_base_is_named_or_asked_for(settings, said, tmp_path):
     (tmp_path / lora.SETTINGS).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=said):
         lora.base_of(tmp_path)
-    (tmp_path / lora.SETTINGS).write_text('{"base_model_name_or_path": "org/base"}')
+    (tmp_path / lora.SETTINGS).write_text(
+        json.dumps({"r": 2, "lora_alpha": 0.5, "base_model_name_or_path": "org/base"})
+    )
     assert lora.base_of(tmp_path) == "org/base"

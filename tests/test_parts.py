@@ -92,6 +92,26 @@ def test_every_placement_is_the_reference(inputs, tmp_path, file, world, placeme
     assert "actor/pg_clipfrac" not in line
 
 
+def test_what_a_loss_writes_into_its_inputs_changes_nothing_else(tmp_path):
+    file = tmp_path / "loss.py"
+    file.write_text(
+        "def part(logprobs, old_logprobs, advantages, **more):\n"
+        "    old_logprobs.zero_()\n    return -(logprobs.sub_(1)).exp() * advantages\n"
+    )
+    part = find_parts(parse([f"--ppo.loss={file}:part"]))["loss"]
+    leaf = torch.tensor([-1.0, -2.0], requires_grad=True)
+    columns = {
+        "logprobs": 1 * leaf,
+        "old_logprobs": torch.tensor([-1.0, -2.0]),
+        "advantages": torch.ones(2),
+        "lengths": torch.tensor([2]),
+        "reference_logprobs": None,
+    }
+    part(**columns).sum().backward()
+    assert columns["logprobs"].tolist() == columns["old_logprobs"].tolist() == [-1, -2]
+    torch.testing.assert_close(leaf.grad, -(leaf.detach() - 1).exp())
+
+
 def test_rows_that_go_on_resume_with_their_own_parts(inputs, tmp_path, file):
     """Windows, a stop between two steps, and another placement: the same figures."""
     argv = [

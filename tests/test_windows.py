@@ -395,7 +395,7 @@ def test_a_row_goes_on_with_all_that_made_it():
     drawn(first, 1, range(3))
     first.gather_open(ALONE)
     state = json.loads(json.dumps(first.state(ALONE)))
-    made_by({}, {}).load_state(state)
+    assert made_by({}, {}).load_state(state) == set()
     for others, other_origin, name in (
         ({"ground_truth": 7}, {}, "ground_truth"),
         ({"data_source": "b"}, {}, "ground_truth"),
@@ -407,7 +407,8 @@ def test_a_row_goes_on_with_all_that_made_it():
             made_by(others, other_origin).load_state(state)
     # as earlier versions wrote it: the hash of the prompt alone
     older = [[row, older_message(packed), recorded["prompt"]] for row, packed, recorded in state]
-    made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
+    unknown = made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
+    assert unknown == {"ground_truth", "extra_info", "seed", "environment"}
     older[0][2] = "another"
     with pytest.raises(UserError, match="goes on, and its prompt changed; restore"):
         made_by({}, {}).load_state(older)

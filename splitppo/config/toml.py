@@ -21,6 +21,8 @@ GONE = {
     "value.ensemble": ("1",),
     "value.random_init": ("false",),
     "reward.model_random_init": ("false",),
+    "log.project": (),
+    "log.name": (),
 }
 
 
@@ -68,7 +70,8 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
                 f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below"
             )
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            same = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
+            near = same[:1] or difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else "see --help"
             remedy = "it is gone, leave it out" if name in GONE else remedy
             raise UserError(f"--config {path}: unknown key {name!r}; {remedy}")

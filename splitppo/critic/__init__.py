@@ -22,7 +22,15 @@ from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
 from splitppo.rewards.model import RewardModel
 from splitppo.rewards.samples import record, token_figures
-from splitppo.rewards.scorer import Failure, Pending, Scored, Scorer, count_failures, to_score
+from splitppo.rewards.scorer import (
+    Failure,
+    Pending,
+    Scored,
+    Scorer,
+    beyond_float32,
+    count_failures,
+    to_score,
+)
 from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores, spread_of
 from splitppo.rollout import Rollout, add_turn_rewards, digest
 from splitppo.rollout.wire import pack
@@ -117,7 +125,7 @@ class Critic:
         values = self.baseline.values(rollout)
         refs = [self.reference.logprobs(rollout)] if self.reference else []
         taught = self.teacher.read(rollout)
-        scores = torch.zeros(len(rollout.rows))
+        scores = torch.zeros(len(rollout.rows), dtype=torch.float64)
         extra: dict[str, list[float]] = {}
         failures: list[tuple[int, Failure]] = []
         spans: list[Tensor] = []
@@ -135,10 +143,16 @@ class Critic:
                 failures += [(row, failure) for failure in result.failures]
                 if result.spans is not None:
                     extra.setdefault("spans", []).append(float(len(result.spans)))
-            scores = scores + torch.tensor([result.score for result in results])
+            scores += torch.tensor([result.score for result in results], dtype=torch.float64)
             of_rows = [result.spans or [] for result in results]
             spans.append(place_spans(rollout, of_rows, self.context.decode))
-        return ScoredRows(rollout, values, scores, extra, failures, refs, spans, taught)
+        # each part is a float32, and their sum may be none
+        totals = add_turn_rewards(scores, rollout.episodes)
+        for place in (totals.abs() > torch.finfo(torch.float32).max).nonzero().flatten().tolist():
+            failure = beyond_float32("score", float(totals[place]))
+            failures.append((rollout.rows[place], failure))
+            scores[place] = self.context.config.reward.failed_score
+        return ScoredRows(rollout, values, scores.float(), extra, failures, refs, spans, taught)
 
     def release_models(self) -> None:
         """No more rows in this step: models with `offload` go to host memory until their next

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitppo.context import Context
 from splitppo.critic.baselines import Estimate
 from splitppo.critic.calibration import places
+from splitppo.errors import UserError
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Frozen, Runner
 from splitppo.rollout import IDS, Episode, Rollout
@@ -74,15 +75,25 @@ class Teacher(Frozen, NoTeacher):
         masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
         masks |= {f"distill/kl/{name}": at for name, at in places(rollout, self.group).items()}
         parts = [[float(behind[at].sum()), float(at.sum())] for at in masks.values()]
+        parts.append([float((~logprobs.isfinite()).sum()), 0.0])
         sums = self.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
-        means = [total / max(tokens, 1) for total, tokens in sums]
+        if wrong := sums.pop()[0]:
+            raise UserError(
+                f"teacher.path: {wrong:.0f} of its log-probs are not finite; check its weights, "
+                "and compute.dtype"
+            )
+        means = {
+            name: total / tokens
+            for name, (total, tokens) in zip(masks, sums, strict=True)
+            if tokens
+        }
         # with `top_k` the update has a divergence in the place of this
         coef = 0.0 if self.distill.top_k else self.distill.coef
-        term = coef * (means[0] - behind)
+        term = coef * (means.get("distill/kl", 0.0) - behind)
         return replace(
             estimate,
             advantages=estimate.advantages + term.to(old.dtype),
             likeliest=likeliest,
-            metrics=estimate.metrics | dict(zip(masks, means, strict=True)),
+            metrics=estimate.metrics | means,
             columns=estimate.columns | {"surprise": -logprobs},
         )

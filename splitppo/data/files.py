@@ -56,14 +56,25 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         _refuse_media(columns if isinstance(columns, dict) else {}, heads, where)
         try:
             row = _check_row(config, Path(file), where, columns)
-            json.dumps(vars(row), ensure_ascii=False, default=str).encode()
+            _check_texts(row)
             yield row
         except UserError as error:
             yield error
-        except UnicodeEncodeError as error:  # no tokenizer and no file takes it
-            yield UserError(f"{where} holds half a character ({error}); fix it")
+        except RecursionError:
+            yield UserError(f"{where} is nested too deep; flatten it")
     if not number:
         raise UserError(f"{file} holds no rows; remove it from {flag(setting)}")
+
+
+def _check_texts(row: Row) -> None:
+    """Raises UserError for half a character, which no tokenizer and no file takes."""
+    for name in ("prompt", "data_source", "ground_truth", "extra_info", "shown"):
+        try:
+            json.dumps(getattr(row, name), ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{row.where}: {name} holds half a character ({error}); fix it"
+            ) from error
 
 
 def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -95,7 +96,8 @@ def load_prompts(
         _, taught, refused = _render(config, as_taught, tokenizer, now, None)
         prompts = {i: replace(p, teacher=taught[i]) for i, p in prompts.items() if i in taught}
         messages = {
-            i: str(error).replace("data.prompt", "teacher.prompt") for i, error in refused.items()
+            i: re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error))
+            for i, error in refused.items()
         }
         wrong = {i: UserError(message) for i, message in messages.items()} | wrong
     checked = check(prompts) if not wrong or config.invalid == "filter" else {}
@@ -241,8 +243,10 @@ def _texts(
             text: Any = row.prompt if messages is None else render(messages, **columns)
             text.encode()  # or it holds half a character, which is a ValueError
             texts[index] = text
-        # the last two: chat_kwargs
-        except (TemplateError, UserError, ValueError, TypeError) as error:
+        except UserError as error:
+            wrong[index] = UserError(f"{row.where}: {error}")
+        # the last three: chat_kwargs, and objects that are nested too deep
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             wrong[index] = UserError(
                 f"{row.where}: the chat template refuses these messages "
                 f"({' '.join(str(error).split())}); "

@@ -82,6 +82,8 @@ def _to_python(value: pyarrow.Scalar, where: str) -> Any:
     try:
         return value.as_py()
     except Exception as error:  # pyarrow's errors are of many types
+        if "duplicate field" in str(error):
+            raise UserError(f"{where} has a field twice; drop one of the two") from error
         raise UserError(
             f"{where} holds a value that can't be read ({value.type}: "
             f"{' '.join(str(error).split())}); write it as text, or drop the column"

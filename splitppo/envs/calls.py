@@ -112,10 +112,11 @@ def written_calls(render: Callable[..., str]) -> list[Written]:
         for message in _messages(calls):
             with suppress(UserError):
                 whole = render([ASKED, message], add_generation_prompt=False)
+                head = next(filter(whole.startswith, heads), "")
+                text = whole.removeprefix(head)
                 # some templates leave out the second call
-                if all(call.arguments["text"][:4] in whole for call in calls):
-                    head = next(filter(whole.startswith, heads), "")
-                    texts.append((head, whole.removeprefix(head)))
+                if all(call.arguments["text"][:4] in text for call in calls):
+                    texts.append((head, text))
         if texts:
             written.append((calls, texts))
     return written if len(written) > 1 else []

@@ -155,7 +155,7 @@ class Turns:
         def fits(size: int) -> bool:
             return len(self.observation(shortened(size), sampled)) <= limit
 
-        # so many characters are hardly within the limit, and megabytes take seconds
+        # more characters are cut even if their tokens would fit: megabytes take seconds
         size = min(max((len(message.content) for message in messages), default=0), 16 * limit)
         if not fits(size):
             size = max(bisect_right(range(size), False, key=lambda size: not fits(size)) - 1, 0)

@@ -161,10 +161,11 @@ class Sampler:
             for _, row in sorted(rows.items())
         ]
 
-    def load_state(self, state: Sequence[Any]) -> None:
+    def load_state(self, state: Sequence[Any]) -> set[str]:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
         then. Raises UserError if there are other slots now, or rows do not go on, were made by
-        something else, or are too long."""
+        something else, or are too long. Returns the names of what makes a row and is not in the
+        state, as an earlier version wrote it."""
         if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
@@ -175,10 +176,12 @@ class Sampler:
             heads = OLDER if isinstance(by, str) else ()  # of an earlier version
             rows += unpack_rows(tensor_of([b64decode(message)], torch.int32), *heads)
         longest = max((row.tokens for row in rows), default=0)
+        unknown: set[str] = set()
         for row, (*_, before) in zip(rows, state, strict=True):
             now = self._made_by(row.row)
             # an earlier version recorded the prompt's hash alone
             before = before if isinstance(before, dict) else {"prompt": before}
+            unknown |= now.keys() - before.keys()
             others = [name for name in before if before[name] != now.get(name)]
             if row.segments and others:
                 raise UserError(
@@ -193,6 +196,7 @@ class Sampler:
                 )
         self.held |= self._by_slot(rows)
         self.open |= self._known()
+        return unknown
 
     def _known(self) -> dict[int, OpenRow]:
         return {

@@ -308,6 +308,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             f"{folder}: no adapter can be read there ({error}); name a folder with {SETTINGS} and "
             f"{WEIGHTS}, as peft writes them"
         ) from error
+    for name, kinds in {"r": (int,), "lora_alpha": (int, float)}.items():
+        value: Any = settings.get(name)
+        if type(value) not in kinds or value <= 0:
+            raise UserError(
+                f"{folder}: {SETTINGS} has {name}={value!r}; write a number above 0, as peft does"
+            )
     for name, value in settings.items():
         if name not in FREE and value not in HARMLESS.get(name, OFF):
             raise UserError(

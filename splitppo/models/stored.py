@@ -73,9 +73,14 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     read = {single.name}
+    places: dict[str, str] = {}
     if index.is_file() and not single.is_file():
         try:
-            read = {index.name, *map(str, json.loads(index.read_text())["weight_map"].values())}
+            places = {
+                name: str(file)
+                for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
+            read = {index.name, *places.values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is broken ({type(error).__name__}: {error}); fetch it again"
@@ -97,6 +102,9 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
                 )
             held[name] = file
             opened[name] = tensors
+    for name in places.keys() - held.keys():
+        wrong = f"weight {name} is not in {places[name]}, against {index.name}"
+        raise folder_error(folder, wrong, "fetch it again")
     return opened, sorted({path.name for path in folder.glob("*.safetensors*")} - read)
 
 
@@ -161,17 +169,26 @@ class Stored:
             )
         allowed = FLOATS if tensor.is_floating_point() else WHOLE
         if stored + SCALE in self.files:
-            scales = self._slice(stored + SCALE)
-            pairs = zip(shape, self.blocks or shape, strict=False)
-            grid = [math.ceil(size / block) for size, block in pairs]
-            fits = scales.get_shape() in ((grid,) if self.blocks else (grid, []))
-            allowed = (FP8,) if fits and scales.get_dtype() in FLOATS else ()
+            allowed = (FP8,) if self._block(stored) else ()
         if kind not in allowed:
             raise folder_error(
                 self.folder,
                 f"weight {stored} is stored as {kind}, so it is quantized or of another model",
                 f"use a folder of {', '.join(FLOATS)} weights",
             )
+
+    def _block(self, stored: str) -> list[int]:
+        """Rows and columns of an FP8 weight that have a scale in common: by config.json, or by the
+        number of scales. [] if its scales can't be read."""
+        shape = self._slice(stored).get_shape()
+        scales = self._slice(stored + SCALE)
+        grid = scales.get_shape() or [1] * len(shape)
+        if len(grid) != len(shape) or scales.get_dtype() not in FLOATS:
+            return []
+        parts = zip(shape, grid, strict=True)
+        block = [*self.blocks] or [max(size // max(count, 1), 1) for size, count in parts]
+        due = [math.ceil(size / part) for size, part in zip(shape, block, strict=True)]
+        return block if grid == due else []
 
     def notes(self) -> list[str]:
         """What the user should know of weights that can be read: which tensors are not used, which
@@ -182,7 +199,8 @@ class Stored:
             notes.append(f"its head is {head}")
         missing = [name for name in self.weights if name not in read]
         if new := [name for name in missing if name in HEAD]:
-            notes.append(f"the head starts new ({', '.join(new)})")
+            part = "a part of " if HEAD[0] in read else ""
+            notes.append(f"{part}the head starts new ({', '.join(new)})")
         if self.unused:
             notes.append(f"not used: {shorten_names(self.unused)}")
         if new := [name for name in missing if name not in HEAD]:
@@ -235,9 +253,9 @@ class Stored:
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
         weight = self._slice(stored)[:].float()
-        scales = self._slice(stored + SCALE)[:].float()
+        scales = self._slice(stored + SCALE)[...].float()
         scales = scales.reshape(scales.shape or (1,) * weight.ndim)
-        for dim, size in enumerate((self.blocks or weight.shape)[: weight.ndim]):
+        for dim, size in enumerate(self._block(stored)):
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
         return (weight * scales)[where]
 

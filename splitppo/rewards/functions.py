@@ -144,7 +144,11 @@ def read_result(result: Any, text: str = "") -> Outcome:
     number is NaN or infinite in float32, or a span does not end in `text`, which was scored."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
-    parts = {name: part for name, part in parts.items() if not isinstance(part, str | None)}
+    parts = {
+        name: part
+        for name, part in parts.items()
+        if part is not None and (name == "spans" or not isinstance(part, str))
+    }
     try:
         spans = _read_spans(parts.pop("spans"), text) if "spans" in parts else None
         numbers = {name: _number(name, part) for name, part in name_numbers(parts).items()}
@@ -164,10 +168,10 @@ def _read_spans(pairs: Any, text: str) -> Spans:
     character of the text, counted from 1."""
     try:
         spans = [(_number("end", end), _number("reward", reward)) for end, reward in pairs]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"spans are pairs (end, reward): {error}") from error
     for end, reward in spans:
-        if end not in range(1, len(text) + 1):
+        if not (end.is_integer() and 1 <= end <= len(text)):
             raise ValueError(
                 f"the span ({end:.9g}, {reward:g}) ends at none of the {len(text)} characters of "
                 "solution_str, which count from 1"

@@ -18,7 +18,7 @@ from splitppo.models.tokenizer import find_differences, token_ends
 from splitppo.rewards.functions import Failure
 from splitppo.rewards.scorer import Scored
 from splitppo.rewards.steps import Steps, find_places
-from splitppo.rollout import Episode, Prompt, dialogue, episode_of
+from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
 
 ROWS = 2**40  # more than a run has: a row's further texts are numbered behind them
 
@@ -102,7 +102,10 @@ class RewardText:
         # special tokens at both ends of the text stay there
         first = [*special, 0].index(0)
         last = len(ids) - [*special[::-1], 0].index(0)
-        heads = [ids[: place + 1] + ids[last:] for place in places] or [ids]
+        # a causal model, or one with a marker, is read at the step's own token
+        own_token = self.one_pass or (self.steps and self.steps.token)
+        tail = [] if own_token else ids[last:]
+        heads = [ids[: place + 1] + tail for place in places] or [ids]
         heads = [head[:first] + head[first:][first - self.longest :] for head in heads]
         return Reading([(head, len(head) - 1) for head in heads], [*range(len(heads))], ends, cut)
 
@@ -115,16 +118,24 @@ class RewardText:
         last = next(message for message in reversed(messages) if message["role"] == "assistant")
         answer = last["content"]
         marked, marks = self.steps.mark(answer) if self.steps else (answer, [])
-        last["content"] = marked
-        text = ("\n" if prompt.messages else "").join(m["content"] for m in messages)
-        rendered = text
-        if self.chat:
-            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        # some templates strip a message, and some leave out parts of it
         bare = marked.strip()
-        text = rendered if bare in rendered or not marks else text
-        begin = text.rfind(bare) - (len(marked) - len(marked.lstrip()))
+        text, begin = "", -1
+        # some templates strip a message, and some leave out parts of it: then it is plain text
+        for chat in [True, False] if self.chat else [False]:
+            last["content"] = "\0"
+            place = self._join(prompt, messages, chat).find("\0")
+            last["content"] = marked
+            text = self._join(prompt, messages, chat)
+            begin = text.find(bare, place)
+            if not marks or min(place, begin) >= 0:
+                break
+        begin -= len(marked) - len(marked.lstrip())
         return text, [begin + min(mark, len(marked.rstrip())) for mark in marks]
+
+    def _join(self, prompt: Prompt, messages: Messages, chat: bool) -> str:
+        if chat:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return ("\n" if prompt.messages else "").join(m["content"] for m in messages)
 
 
 class RewardModel(Frozen):

@@ -28,7 +28,7 @@ from splitppo.rewards.functions import (
     scored_by,
 )
 from splitppo.rollout import Episode, Prompt, dialogue
-from splitppo.workers import FAILING_STEPS, Failure, Work, is_async, say_failures
+from splitppo.workers import FAILING_STEPS, FLOAT32_MAX, Failure, Work, is_async, say_failures
 from splitppo.workers.pool import Pool
 
 FAILING_ROWS = 16  # the run ends when a function fails on every row, and on so many, in these steps
@@ -164,12 +164,25 @@ class Scorer:
                 if len(self._weights) > 1
                 else numbers
             )
+        most = max(abs(total), sum(abs(reward) for _, reward in spans or ()))
+        if most > FLOAT32_MAX:
+            failures.append(beyond_float32("reward", most))
+            total, spans = self._failed_score, None
         return Scored(total, figures, tuple(failures), spans)
 
     def close(self) -> None:
         """Ends the workers. Rows that have no score yet get none."""
         for pool in set(self._pools.values()):
             pool.close()
+
+
+def beyond_float32(function: str, number: float) -> Failure:
+    """A row whose rewards are numbers, and their sum is too large to train on."""
+    return Failure(
+        function,
+        "invalid",
+        f"the row's weighted rewards come to {number:g}, beyond float32 (3.4e38); scale them down",
+    )
 
 
 def count_failures(

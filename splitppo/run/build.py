@@ -303,7 +303,7 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
-            steps=Steps(reward.steps, reward.step_token) if reward.steps else None,
+            steps=Steps(reward.steps, reward.step_token or None) if reward.steps else None,
             one_pass=model.packed,
         )
         if runner.group.is_first:

@@ -127,7 +127,7 @@ def warnings(resolved: Resolved) -> list[str]:
         *(
             f"{name} is not used: a teacher alone leads, without a value model"
             for name in resolved.user_settings
-            if name.startswith(OF_VALUES) and not config.has_value
+            if name.startswith(OF_VALUES) and ppo.baseline == "value" and not config.has_value
         ),
         *(
             f"{name}.optim.warmup_steps={optim.warmup_steps}: "

@@ -7,7 +7,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from splitppo.config import Config, PlacementConfig, ReferenceConfig, TeacherConfig, rules
+from splitppo.config import (
+    Config,
+    PlacementConfig,
+    PPOConfig,
+    ReferenceConfig,
+    TeacherConfig,
+    rules,
+)
 from splitppo.context import Context
 from splitppo.data import PromptSet
 from splitppo.engine.hf import HFEngine
@@ -39,7 +46,8 @@ def evaluate(config: Config, weights: Callable[[], Mapping[str, Any]], out: Path
         placement=PlacementConfig(mode="colocated"),
         reference=ReferenceConfig(),
         teacher=TeacherConfig(),
-        ppo=replace(config.ppo, baseline="batch", kl_coef=0.0, kl_loss_coef=0.0),
+        ppo=PPOConfig(baseline="batch", kl_coef=0.0),
+        log=replace(config.log, trackers=()),
         reward=replace(config.reward, model=None),
     )
     launch = Launch.from_env()

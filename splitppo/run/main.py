@@ -171,12 +171,17 @@ def dry_run(config: Config, launch: Launch, user_settings: Sequence[str] = ()) -
     resolved, (training, validation) = load_data(resolved)
     gpu = memory.gpu_memory(resolved)
     resolved, offloaded = memory.offloaded(resolved, gpu)
+    unsure = []
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
         resumed_from = checkpoint.find(Path(config.run_dir), config.resume)
-        check_open_rows(build_sampler(resolved, training), resumed_from)
+        unsure = check_open_rows(build_sampler(resolved, training), resumed_from)
         checks.check_adapters(resolved, resumed_from)
-    warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
+    warnings = [
+        *unsure,
+        *checks.warnings(resolved),
+        *rehearse(resolved.config, training.prompts[0]),
+    ]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [
@@ -230,7 +235,13 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     if config.teacher.prompt_key:
         as_taught = memory.with_setting(resolved, "rollout", "max_prompt_tokens", taught).config
         teacher = {"teacher": resolved.models["teacher"]}
-        check_sizes(as_taught, teacher, resolved.vocabulary_size)
+        try:
+            check_sizes(as_taught, teacher, resolved.vocabulary_size)
+        except UserError as error:
+            raise UserError(
+                f"teacher.prompt_key={config.teacher.prompt_key}, of which the longest prompt has "
+                f"{taught} tokens: shorten that column or drop the row ({error})"
+            ) from error
         resolved = replace(resolved, teacher_prompt=taught)
     training.notes.extend(check_turns(config, turns, training.prompts[0].messages))
     context = room_for_turns(config, longest, resolved.longest)

@@ -45,7 +45,8 @@ def _find(setting: str, named: str, arguments: tuple[str, ...]) -> Callable[...,
         first = columns[arguments[0]]
         if not len(first):
             return first
-        result = function(**columns)
+        # clones: what the function writes into them changes nothing else
+        result = function(**{name: x if x is None else x.clone() for name, x in columns.items()})
         shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
         if shape != [len(first)]:
             raise UserError(

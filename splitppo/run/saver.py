@@ -19,6 +19,7 @@ from splitppo.run.checkpoint import (
     PARTIAL,
     measure,
     read_tensors,
+    remove,
     step_folder,
     step_of,
     write_manifest,
@@ -188,6 +189,7 @@ def save_value(resolved: Resolved, folder: Path, value: Learner) -> None:
     held = {name: tensor.cpu().clone() for name, tensor in named if writes}
     if writes:
         partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
         weights.save(
             weights.assemble(model.config, "value", held),
             partial,
@@ -195,6 +197,6 @@ def save_value(resolved: Resolved, folder: Path, value: Learner) -> None:
             resolved.models["policy"].folder(folder),
             own_code=resolved.config.policy.trust_remote_code,
         )
-        shutil.rmtree(target, ignore_errors=True)
+        remove(target, ignore_errors=True)
         partial.rename(target)
         say(f"[critic] the value model is pretrained: --value.path {target}")

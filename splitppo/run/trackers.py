@@ -17,7 +17,7 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.toml import leaves
-from splitppo.errors import UserError
+from splitppo.errors import UserError, one_line, warn
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, write_whole
 from splitppo.workers import find_in_file
@@ -199,7 +199,11 @@ class Trackers:
         their last step."""
         self.update()
         for tracker in self.trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # the run has done its work
+                text = f"{type(error).__name__}: {one_line(str(error))}"
+                warn(f"{type(tracker).__name__}.close: {text}")
 
     def _tables(self, role: Role, step: int) -> dict[str, Rows]:
         """The samples that were written before the role's record of the step."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitppo.config import Config
+from splitppo.config import Config, LoraConfig
 from splitppo.config.cli import parse
 from splitppo.errors import UserError, words
 
@@ -36,16 +36,24 @@ def main() -> int:
 def _of_run(folder: Path, flags: Sequence[str]) -> tuple[Config, Weights] | None:
     """Of a run or one of its checkpoints; None if the folder is neither."""
     from splitppo.run.checkpoint import is_complete, step_of
-    from splitppo.run.sources import model_folder
+    from splitppo.run.sources import model_folder, with_copies
     from splitppo.tools.saved import load_model, open_run
 
-    run = folder.absolute().parents[1] if is_complete(folder) else folder
+    folder = folder if is_complete(folder) else folder.resolve()
+    is_checkpoint = is_complete(folder) and folder.absolute().parent.name == "checkpoints"
+    if step_of(folder) and not is_checkpoint:
+        raise UserError(
+            f"{folder}: no complete checkpoint of a run; name RUN, or RUN/checkpoints/step_*"
+        )
+    run = folder.absolute().parents[1] if is_checkpoint else folder
     if not (run / "config.toml").is_file():
         return None
     before, _, saved = open_run(run, step_of(folder) or None)
     config = parse(["--config", str(run / "config.toml"), *flags], recorded=True)
+    config = with_copies(replace(config, run_dir=str(run)))
     source = str(model_folder(before, run, "policy"))
-    policy = replace(config.policy, path=source, random_init=False)
+    # the checkpoint has the weights
+    policy = replace(config.policy, path=source, random_init=True, lora=LoraConfig())
     return (
         replace(config, policy=policy),
         lambda: load_model(before, run, "policy", saved).state_dict(),
@@ -65,6 +73,7 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
     config = parse(["--policy.path", base, *flags])
     if base == "tiny":
         raise UserError("tiny is drawn anew in each run; name a run, or a model's folder")
+    base = config.policy.path
 
     def weights() -> Mapping[str, Any]:
         folder = hub.find("policy.path", base, own_code=config.policy.trust_remote_code)[1]

@@ -57,10 +57,11 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     step = max(checkpoints) if step is None else step
     if step not in checkpoints:
         raise UserError(
-            f"--step {step}: the complete checkpoints of {run} are of steps {sorted(checkpoints)}"
+            f"step {step}: the complete checkpoints of {run} are of steps {sorted(checkpoints)}; "
+            "name one of them"
         )
     if wrong := damage(checkpoints[step]):
-        raise UserError(f"{checkpoints[step]} is damaged: {wrong}; name another --step")
+        raise UserError(f"{checkpoints[step]} is damaged: {wrong}; name one of another step")
     return parse(["--config", str(run / "config.toml")], recorded=True), step, checkpoints[step]
 
 

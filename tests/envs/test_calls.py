@@ -1,5 +1,6 @@
 """Calls as the chat templates of many families write them, and what reads them."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -166,6 +167,20 @@ def test_the_format_is_one_that_reads_what_the_template_writes(family: str):
     assert reading(turns, f"<think>I could say\n{text}\nor not.</think>It is 5.") == []
     if family not in ("Llama 3", "Mistral 0.3"):  # the first has one call, the second one list
         assert parts(reading(turns, text + text)) == [("search", SAID)] * 2
+
+
+def test_the_probes_words_in_a_tools_description_are_no_calls():
+    """A template that shows one call, and refuses to show two."""
+    _, calls, text = FAMILIES["Llama 3"]
+    schemas = json.loads(
+        json.dumps(SCHEMAS).replace("of what", "the alphabet, or the beta function")
+    )
+    assert schemas != SCHEMAS
+    first = calls.replace("{{ raise_exception('one call') }}", "").replace(
+        "m.tool_calls or []", "(m.tool_calls or [])[:1]"
+    )
+    turns = Turns(tokenizer_of_bytes(template_of(first)), tools=schemas)
+    assert parts(reading(turns, text)) == [("search", SAID)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 else."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -255,6 +256,25 @@ def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) ->
     assert torch.equal(up, 2 * stored), "48 rows in blocks of 16"
 
 
+@pytest.mark.parametrize("shape", [(48, 1), (1, 32), (24, 2), ()])
+def test_fp8_scales_without_blocks_are_as_many_as_divide_the_weight(shape: tuple, tmp_path: Path):
+    written(tmp_path, configured("qwen3", {}))
+    edited(tmp_path, in_fp8)
+    configure(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": None})
+    name = "model.layers.1.mlp.up_proj.weight"
+    names = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("_scale_inv")]
+    scales = 1 + torch.arange(math.prod(shape)).float().reshape(shape)
+    plain = {key: torch.ones(()) for key in names}
+    edited(tmp_path, lambda weights: weights | plain | {f"{name}_scale_inv": scales})
+    model: Any = build(read_config(str(tmp_path)), "policy")
+    fill(model, str(tmp_path), CPU)
+    stored = load_file(tmp_path / "model.safetensors")[name].float()
+    wide = scales.reshape(shape or (1, 1))
+    for dim, size in enumerate(stored.shape):
+        wide = wide.repeat_interleave(size // wide.shape[dim], dim)
+    assert torch.equal(model.get_parameter(name), wide * stored)
+
+
 def test_two_folders_in_one_are_told_apart(tmp_path: Path) -> None:
     written(tmp_path, configured("qwen3", {}))
     weights = load_file(tmp_path / "model.safetensors")
@@ -273,6 +293,10 @@ def test_two_folders_in_one_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{names[4]} is in a.safetensors and in b.safetensors"):
         check_folder(config, str(tmp_path), "policy", random_init=False)
     save_file({name: weights[name] for name in names[:4]}, tmp_path / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": places | {"v_head.weight": "a.safetensors"}}))
+    with pytest.raises(UserError, match=r"v_head.weight is not in a\.safetensors, against"):
+        check_folder(config, str(tmp_path), "policy", random_init=False)
+    index.write_text(json.dumps({"weight_map": places}))
     assert check_folder(config, str(tmp_path), "policy", random_init=False) == []
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from devices import needs
 
+from splitppo.config import RewardConfig
 from splitppo.errors import UserError
 from splitppo.rewards import rules, scorer
 from splitppo.rewards.functions import (
@@ -418,6 +419,7 @@ def test_what_is_paid_on_the_way_is_pairs_of_an_end_and_a_reward(spans: Any, exp
         ([(1, 2, 3)], r"pairs \(end, reward\)"),
         ({1: 0.5}, r"pairs \(end, reward\)"),
         (0.5, r"pairs \(end, reward\)"),
+        ("1:0.5", r"pairs \(end, reward\)"),
     ],
 )
 def test_a_wrong_span_is_an_invalid_result(spans: Any, says: str) -> None:
@@ -425,6 +427,16 @@ def test_a_wrong_span_is_an_invalid_result(spans: Any, says: str) -> None:
     assert isinstance(failure, Failure)
     assert failure.kind == "invalid"
     assert re.search(says, failure.text), failure.text
+
+
+@pytest.mark.parametrize("spans", [None, [(1, 3e38), (2, 3e38)]])
+def test_weighted_rewards_beyond_float32_fail_their_row_alone(spans: Any) -> None:
+    made = scorer.Scorer(RewardConfig(("exact_match", "last_number"), (2.0, 1.0)), {"echo"})
+    good = made._combine([(1.0, {}, None), (3e38, {}, None)])
+    assert (good.score, good.failures) == (2.0 + 3e38, ())
+    bad = made._combine([(1.0 if spans else 3e38, {}, spans), (1.0, {}, None)])
+    assert (bad.score, bad.spans) == (0.0, None)
+    assert [failure.kind for failure in bad.failures] == ["invalid"]
 
 
 def test_a_reward_file_imports_a_module_beside_it_that_hides_no_library(

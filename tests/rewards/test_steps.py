@@ -327,6 +327,17 @@ def test_a_template_may_strip_messages_or_leave_parts_out(
     assert reading.ends == [4, 7]
 
 
+def test_steps_end_in_the_response_and_not_where_its_text_stands_again(models: dict[str, Path]):
+    policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
+    own.chat_template = "{% for m in messages %}{{ m.content }}!12!{% endfor %}"
+    text = RewardText(own, policy, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    ids = policy("12").input_ids
+    reading = text.encode(Prompt("1=", [1], "", "", {}), episode(0, [1], ids))
+    ((read, first),) = reading.texts
+    (place,) = [first + which for which in reading.which]
+    assert own.decode(read[: place + 1]).replace(" ", "") == "1=!12!12"
+
+
 def test_a_token_holds_an_end_by_where_it_stands_in_the_text() -> None:
     special, nothing = (0, 0), []
     offsets = [special, (0, 1), (1, 2), (1, 2), (3, 4), special]

@@ -269,6 +269,8 @@ EARLY = [
     key.toml: unknown key 'rollout.batch-size'; did you mean rollout.batch_size?
 --config={d}/empty_section.toml => unknown key 'checkpoints'; did you mean checkpoint.
 --config={d}/below.toml => unknown key 'policy.lr'; did you mean policy.optim.lr?
+--config={d}/elsewhere.toml => unknown key 'rollout.kl_coef'; did you mean ppo.kl_coef?
+--config={d}/gone.toml => unknown key 'log.project'; it is gone, leave it out
 --config={d}/type.toml => type.toml: ppo.lam = "high" ... 'high' ... FLOAT
 --config={d}/list.toml => list.toml: steps = [1, 2]
 --config={d}/bool.toml => bool.toml: rollout.batch_size = true: write a value
@@ -520,6 +522,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "key.toml": "[rollout]\nbatch-size = 8\n",
         "empty_section.toml": "[checkpoints]\n",
         "below.toml": "[policy]\nlr = 1\n",
+        "elsewhere.toml": "[rollout]\nkl_coef = 1\n",
+        "gone.toml": "[log]\nproject = 'mine'\n",
         "type.toml": 'steps = 3\n[ppo]\nlam = "high"\n',
         "list.toml": "steps = [1, 2]\n",
         "bool.toml": "[rollout]\nbatch_size = true\n",
