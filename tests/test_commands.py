@@ -173,7 +173,8 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     assert measured(tmp_path / "three")["val/score/mean"] == due["val/score/mean"]
     # a run that started from a folder; a copy of its checkpoint is none
     more = "--steps=2 --run-dir=NEXT --reward.function=digits.py:score".split()
-    ((status, said),) = in_one_process(tmp_path, [f"--policy.path={policy[0]}", *SMALL, *more])
+    more += ["--log.validate-every=2", f"--policy.path={policy[0]}", *policy[1:]]
+    ((status, said),) = in_one_process(tmp_path, more)
     assert status == 0, said
     line = json.loads((tmp_path / "NEXT/metrics/actor.jsonl").read_text().splitlines()[-1])
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), ["eval", "NEXT", "--out", "four"])

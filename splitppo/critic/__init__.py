@@ -141,11 +141,13 @@ class Critic:
                 for name, figure in result.figures.items():
                     extra.setdefault(f"{prefix}{name}", []).append(figure)
                 failures += [(row, failure) for failure in result.failures]
-                if result.spans is not None:
-                    extra.setdefault("spans", []).append(float(len(result.spans)))
             scores += torch.tensor([result.score for result in results], dtype=torch.float64)
             of_rows = [result.spans or [] for result in results]
             spans.append(place_spans(rollout, of_rows, self.context.decode))
+        for results in zip(*sources.values(), strict=True):
+            counts = [len(result.spans) for result in results if result.spans is not None]
+            if counts:
+                extra.setdefault("spans", []).append(float(sum(counts)))
         # each part is a float32, and their sum may be none
         totals = add_turn_rewards(scores, rollout.episodes)
         for place in (totals.abs() > torch.finfo(torch.float32).max).nonzero().flatten().tolist():

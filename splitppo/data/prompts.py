@@ -192,7 +192,8 @@ def tokenize(
             messages, tokenize=False, **settings, **columns
         )
     )
-    texts, wrong = _texts(rows, chats, reads, render)
+    set_by = json.loads(config.chat_kwargs).keys()
+    texts, wrong = _texts(rows, chats, reads, set_by, render)
     tokens: dict[int, list[int]] = {}
     # one call for plain texts, which get special tokens, and one for rendered texts, which already
     # hold them
@@ -228,10 +229,15 @@ def tokenize(
 
 
 def _texts(
-    rows: Mapping[int, Row], chats: Mapping[int, Any], reads: Set[str], render: Render
+    rows: Mapping[int, Row],
+    chats: Mapping[int, Any],
+    reads: Set[str],
+    set_by: Set[str],
+    render: Render,
 ) -> tuple[dict[int, str], dict[int, UserError]]:
     """The text of each row's prompt, and the errors of rows that have none. `chats`: their
-    messages, None of plain text. `reads`: what else the template reads."""
+    messages, None of plain text. `reads`: what else the template reads. `set_by`: names in
+    data.chat_kwargs."""
     texts: dict[int, str] = {}
     wrong: dict[int, UserError] = {}
     for index, messages in chats.items():
@@ -240,6 +246,11 @@ def _texts(
             names = () if messages is None else reads & {*row.shown}
             columns = {name: read_objects(row.shown[name], name) for name in names}
             columns = {name: objects for name, objects in columns.items() if objects}
+            if twice := sorted(columns.keys() & set_by):
+                raise UserError(
+                    f"it has a column {twice[0]}, and data.chat_kwargs says what the chat template "
+                    "shows there; drop one of the two"
+                )
             text: Any = row.prompt if messages is None else render(messages, **columns)
             text.encode()  # or it holds half a character, which is a ValueError
             texts[index] = text

@@ -129,6 +129,16 @@ def warnings(resolved: Resolved) -> list[str]:
             for name in resolved.user_settings
             if name.startswith(OF_VALUES) and ppo.baseline == "value" and not config.has_value
         ),
+        *[
+            "the teacher is the policy before training and reads the same prompt, so it teaches "
+            "nothing; set teacher.path or teacher.prompt_key"
+        ]
+        * (
+            config.has_teacher
+            and config.teacher.path in (None, config.policy.path)
+            and config.teacher.prompt_key in (None, config.data.prompt_key)
+            and not config.policy.lora.path
+        ),
         *(
             f"{name}.optim.warmup_steps={optim.warmup_steps}: "
             f"the learning rate does not reach its peak in {config.steps} steps"

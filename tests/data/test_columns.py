@@ -268,12 +268,21 @@ def test_half_a_character_in_the_text_of_tools_is_refused(tmp_path: Path):
 
 def test_tools_that_something_else_says_too_are_refused(tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": MESSAGES, "tools": TOOLS})
-    with pytest.raises(UserError, match=r"multiple values .*'tools'.*data\.chat_kwargs"):
+    with pytest.raises(UserError, match=r"has a column tools, and data\.chat_kwargs says"):
         texts(config_of(file, chat_kwargs='{"tools": []}'), SHOWN)
     row = Row("row 1", MESSAGES, "", "", {}, {"tools": TOOLS})
     tokenizer = tokenizer_of(SHOWN)
     _, wrong = tokenize(CONFIG, {0: row}, tokenizer, render=Turns(tokenizer).render)
     assert "the environment" in str(wrong[0])
+
+
+def test_tools_that_are_nested_too_deep_are_refused(tmp_path: Path):
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    file = jsonl(tmp_path / "rows.jsonl", {"prompt": MESSAGES, "tools": [{"name": deep}]})
+    with pytest.raises(UserError, match=r"row 1"):
+        texts(config_of(file), SHOWN)
 
 
 @pytest.mark.parametrize(("template", "prompt"), [(SPOKEN, MESSAGES), (None, "1="), (SHOWN, "1=")])
