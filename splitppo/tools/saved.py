@@ -61,7 +61,7 @@ def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
             "name one of them"
         )
     if wrong := damage(checkpoints[step]):
-        raise UserError(f"{checkpoints[step]} is damaged: {wrong}; name one of another step")
+        raise UserError(f"{checkpoints[step]} is damaged: {wrong}; name another step")
     return parse(["--config", str(run / "config.toml")], recorded=True), step, checkpoints[step]
 
 

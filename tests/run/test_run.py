@@ -362,7 +362,7 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
     next((checkpoint.step_folder(tmp_path / "run", 4) / "critic").glob("__0_*")).write_bytes(b"")
     with pytest.raises(
-        UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another --step"
+        UserError, match=r"critic/__0_0.distcp has 0 bytes, not \d+; name another step"
     ):
         export.export(tmp_path / "run")
 

@@ -125,7 +125,7 @@ before training, values""".splitlines()
     ("argv", "says"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["--step", "9"], "--step 9: the complete checkpoints of"),
+        (["--step", "9"], "step 9: the complete checkpoints of"),
         (["--temperature", "-1"], "--temperature -1.0"),
         (["--max-new-tokens", "0"], "--temperature 0.0, --max-new-tokens 0"),
     ],
