@@ -340,3 +340,13 @@ def test_a_tokens_advantage_has_what_the_teacher_finds_better_than_the_mean(top_
         }
         kl = {f"distill/kl{p}": -sum(x) / len(x) for p, x in of_places.items()}
         assert metrics == {"before": 1} | {name: pytest.approx(x) for name, x in kl.items()}
+
+
+def test_a_teacher_without_finite_log_probs_is_named():
+    """On all ranks, and not blamed on the policy; rows without tokens are no figure."""
+    parts = [[episode(0, [1], [4, 9])], []]
+    with pytest.raises(UserError, match=r"teacher\.path: 1 of its log-probs are not finite"):
+        run_threads((2, 1), leading, [[episode(0, [1], [4, -1])], []], 0)
+    assert all(figures["before"] for _, figures in run_threads((2, 1), leading, parts, 0))
+    ((_, figures),) = run_threads((1, 1), leading, [[]], 0)
+    assert figures == {"before": 1}

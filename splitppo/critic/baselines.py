@@ -107,14 +107,7 @@ class Mean(Baseline):
     is charged for what was paid before it."""
 
     def estimate(
-        self,
-        rollout: Rollout,
-        rewards: Tensor,
-        values: Tensor,
-        *,
-        spans: Tensor,
-        first: bool,
-        pretraining: bool,
+        self, rollout: Rollout, rewards: Tensor, values: Tensor, *, spans: Tensor, **_: bool
     ) -> Estimate:
         lengths = rollout.episode_lengths
         to_go = partial(algo.rewards_to_go, lengths=lengths, gamma=self.config.ppo.gamma)

@@ -119,7 +119,8 @@ class RewardText:
         answer = last["content"]
         marked, marks = self.steps.mark(answer) if self.steps else (answer, [])
         bare = marked.strip()
-        text, begin = "", -1
+        text = ""
+        begin = -1
         # some templates strip a message, and some leave out parts of it: then it is plain text
         for chat in [True, False] if self.chat else [False]:
             last["content"] = "\0"

@@ -167,7 +167,8 @@ class Scorer:
         most = max(abs(total), sum(abs(reward) for _, reward in spans or ()))
         if most > FLOAT32_MAX:
             failures.append(beyond_float32("reward", most))
-            total, spans = self._failed_score, None
+            total = self._failed_score
+            spans = None
         return Scored(total, figures, tuple(failures), spans)
 
     def close(self) -> None:

@@ -107,8 +107,10 @@ class Builder:
         engine = self._engine()
         self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
         try:
-            own = self.parts.get("loss")
-            surrogate = UsersLoss(self.context, own) if own else Surrogate(self.context)
+            users_loss = self.parts.get("loss")
+            surrogate = Surrogate(self.context)
+            if users_loss:
+                surrogate = UsersLoss(self.context, users_loss)
             learner = self._learner("policy", runner)
             reference = self._reference("actor", runner, learner)
             policy = Policy(

@@ -1,6 +1,7 @@
 """What is paid on the way, against literal loops in float64: by values and by both means, over two
 ranks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -150,3 +151,18 @@ def test_normalised_scores_with_spans_are_divided_alone(monkeypatch: pytest.Monk
             for end in ends:
                 due[end] -= mean / scale
             assert estimate.columns["reward"].tolist() == pytest.approx(due, abs=1e-5)
+
+
+@pytest.mark.parametrize(("turn", "score"), [(3e38, 3e38), (-3e38, -2e38), (3e38, 1.0)])
+def test_a_sum_beyond_float32_fails_its_row_alone(turn: float, score: float):
+    config = config_of(baseline="batch")
+    context: Any = SimpleNamespace(config=config, named=config, decode=lambda ids: "x" * len(ids))
+    group: Any = SimpleNamespace(of_first=lambda pending: pending())
+    critic = Critic(context, group, Mean(context, group), cast(Any, None), None)
+    long = episode(0, [1], [2])
+    long = replace(long, segments=(long.segments[0]._replace(reward=turn),))
+    results = [Scored(score, {}, ()), Scored(2.0, {}, ())]
+    scored = critic.score(1, Rollout([long, episode(1, [1], [2])]), lambda: results)
+    fails = abs(turn + score) > 3.41e38
+    assert [(row, failure.kind) for row, failure in scored.failures] == [(0, "invalid")] * fails
+    assert scored.totals.tolist() == pytest.approx([turn if fails else turn + score, 2.0])

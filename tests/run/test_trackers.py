@@ -8,6 +8,7 @@ import sqlite3
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -399,6 +400,20 @@ def test_failing_tracker_ends_the_run(tmp_path, notes, monkeypatch):
     write_lines(tmp_path, "actor", 1)
     with pytest.raises(ConnectionError, match="no network"):
         owner.update()
+
+
+def test_a_tracker_that_cannot_be_closed_fails_no_run(tmp_path, notes, capfd):
+    owner = Trackers(parse(["--log.trackers=tensorboard"]), tmp_path, 0)
+    closed = []
+
+    def fail() -> None:
+        raise OSError("disk\nfull")
+
+    closers: Any = (fail, lambda: closed.append(1))
+    owner.trackers = [SimpleNamespace(close=close) for close in closers]
+    owner.close()
+    assert closed == [1]
+    assert "close: OSError: disk full" in "".join(capfd.readouterr())
 
 
 def test_other_ranks_trackers_do_nothing(tmp_path, notes):
