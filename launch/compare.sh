@@ -30,6 +30,10 @@ table() { # arguments: response lengths, model size, rows per step and GPU, toke
 }
 
 status=0 # after a failed job the others run all the same
+jobs=(--jobs colocated) # and the critic with a half and a quarter of the GPUs, the reference with either group
+for critic in $((gpus / 2)) $((gpus / 4)); do
+    ((critic == 0)) || jobs+=("$((gpus - critic))+$critic" "$((gpus - critic))+$critic/critic")
+done
 
 for what in "$@"; do
     case $what in
@@ -41,18 +45,18 @@ for what in "$@"; do
                 tail -n 30 "$out/default.log" >&2; status=1
             fi
             ;;
-        1.5b) table lognormal:240:1024 1.5B 128 32768 ;;
-        small-critic) table lognormal:240:1024 1.5B 128 32768 --value.path "$models/Qwen2.5-0.5B-Instruct" ;;
+        1.5b) table lognormal:240:1024 1.5B 128 32768 "${jobs[@]}" ;;
+        small-critic) table lognormal:240:1024 1.5B 128 32768 --value.path "$models/Qwen2.5-0.5B-Instruct" "${jobs[@]}" ;;
         long) # rows that go on (rollout.window) beside whole rows, with about as many tokens to train on in each step
-            jobs=(--jobs colocated) && ((gpus > 1)) && jobs+=("$((gpus - 1))+1")
+            most=(--jobs colocated) && ((gpus > 1)) && most+=("$((gpus - 1))+1")
             for window in 0 1024 2048 4096; do
                 what=long_$window; slots=$((window ? 64 * 2000 / window / 4 * 4 : 64))
-                table lognormal:2000:8192 1.5B "$slots" 32768 --rollout.window "$window" --ppo.old-logprobs engine "${jobs[@]}"
+                table lognormal:2000:8192 1.5B "$slots" 32768 --rollout.window "$window" --ppo.old-logprobs engine "${most[@]}"
             done
             ;;
-        fixed) table fixed:512 1.5B 128 32768 ;;
-        7b) table lognormal:240:1024 7B 64 16384 ;;
-        7b-small-critic) table lognormal:240:1024 7B 64 16384 --value.path "$models/Qwen2.5-1.5B-Instruct" ;;
+        fixed) table fixed:512 1.5B 128 32768 "${jobs[@]}" ;;
+        7b) table lognormal:240:1024 7B 64 16384 "${jobs[@]}" ;;
+        7b-small-critic) table lognormal:240:1024 7B 64 16384 --value.path "$models/Qwen2.5-1.5B-Instruct" "${jobs[@]}" ;;
     esac
 done
 exit "$status"

@@ -19,7 +19,6 @@ from splitppo.errors import one_line, say
 from splitppo.job.nodes import installed
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import parse_record, read_lines
-from splitppo.run.idle import idle_line
 from splitppo.run.resolve import Resolved
 
 WIDTH = 120  # columns of a line at most
@@ -211,8 +210,6 @@ def summary(folder: Path, config: Config, saved: Path | None, notices: Sequence[
             at = max(scores, key=lambda step: scores[step])
             first_and_last = f"score {before:.3f} at step {first}, {after:.3f} at step {last}"
             lines.append((title, f"{first_and_last}; best {scores[at]:.3f} at step {at}"))
-    if free := idle_line(steps["critic"], config):
-        lines.append(("value epochs", free))
     run = shlex.quote(str(folder))
     # paths and commands are not wrapped: they are to be copied
     return "\n".join(

@@ -15,16 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from splitppo.config import RolloutConfig
 from splitppo.config.cli import parse, read_flags
 from splitppo.errors import UserError, command, words
 from splitppo.placement import ROLES
 from splitppo.run.files import write_whole
-from splitppo.run.idle import WARM_UP
-from splitppo.tools.cost import Split, may_move, mean
+from splitppo.tools.cost import WARM_UP, Split, mean
 from splitppo.tools.runs import Rows, as_text, read_columns
 
-DRAWN = 16384  # lengths in a file
+DRAWN = 16384  # lengths of a distribution
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,16 @@ class Bench:
 
     Args:
         gpus: ranks of each job
-        jobs: Placements, as colocated, 3+1, 2+2/critic (the reference with the critic). Unset:
-            colocated, the even split, and the critic with one rank less and with a quarter of all,
-            with the reference on either side.
-        lengths: Response lengths: fixed:512, lognormal:MEAN:CAP (seeded; sigma 0.8), or a file
-            with one a line.
+        jobs: Placements: colocated, 3+1, 2+2/critic (the reference with the critic).
+        lengths: Response lengths: fixed:512, or lognormal:MEAN:CAP (seeded; sigma 0.8). The
+            trainer's --rollout.lengths takes a file.
         warmup: Steps that are not measured.
         steps: Steps that are measured.
         out: Folder for everything; must not exist.
     """
 
     gpus: int
-    jobs: tuple[str, ...] = ()
+    jobs: tuple[str, ...]
     lengths: str | None = None
     warmup: int = 10
     steps: int = 5
@@ -71,20 +67,8 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     ).split()
 
 
-def default_jobs(gpus: int, *, movable: bool) -> tuple[str, ...]:
-    """The jobs to compare where nothing is known; `movable`: whether the reference can be with the
-    critic."""
-    if gpus == 1:
-        return ("colocated",)
-    # the critic's ranks: half, one less, a quarter
-    sizes = sorted({gpus // 2, max(1, gpus // 2 - 1), max(1, gpus // 4)}, reverse=True)
-    free = [f"{gpus - size}+{size}" for size in sizes]
-    return ("colocated", *free, *(f"{job}/critic" for job in free if movable))
-
-
 def lengths_of(distribution: str) -> list[int]:
-    """The response lengths that `--lengths` names. What is no distribution and no file is a
-    UserError."""
+    """The response lengths that `--lengths` names. What is no distribution is a UserError."""
     if parts := re.fullmatch(r"fixed:(\d+)", distribution):
         return [int(parts[1])]
     if parts := re.fullmatch(r"lognormal:(\d+):(\d+)", distribution):
@@ -93,14 +77,10 @@ def lengths_of(distribution: str) -> list[int]:
         draw = random.Random(0)
         drawn = (round(draw.lognormvariate(mu, sigma)) for _ in range(DRAWN))
         return [min(int(parts[2]), max(1, length)) for length in drawn]
-    if not Path(distribution).is_file():
-        raise UserError(
-            f"--lengths {distribution}: write fixed:512, lognormal:240:1024, "
-            "or name a file with one a line"
-        )
-    from splitppo.data import read_lengths  # imports torch, and --help must not wait for it
-
-    return read_lengths(RolloutConfig(lengths=distribution, max_new_tokens=sys.maxsize))
+    raise UserError(
+        f"--lengths {distribution}: write fixed:512 or lognormal:240:1024, "
+        "or name a file by --rollout.lengths"
+    )
 
 
 def job_flags(bench: Bench, extra: list[str], lengths: list[int], out: Path) -> list[str]:
@@ -186,10 +166,9 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Runs all jobs and prints their table; returns the exit status."""
     bench, extra = read_flags(Bench, "splitppo bench", words(), return_unknown_args=True)
-    ppo = parse(extra).ppo
+    parse(extra)  # refuses a wrong flag before the first job
     out = Path(bench.out)
-    jobs = bench.jobs or default_jobs(bench.gpus, movable=may_move(ppo.kl_coef, ppo.kl_loss_coef))
-    for job in jobs:
+    for job in bench.jobs:
         parse_job(job, bench.gpus)
     if bench.warmup < WARM_UP or bench.steps < 1:
         raise UserError(
@@ -202,7 +181,7 @@ def main() -> int:
     out.mkdir(parents=True)
     flags = job_flags(bench, extra, lengths, out)
     results = []
-    for job in jobs:
+    for job in bench.jobs:
         print(f"{job} ...", flush=True)
         try:
             results.append(run_job(job, bench, flags, out))
@@ -219,4 +198,4 @@ def main() -> int:
             table(results),
             sep="\n",
         )
-    return 0 if len(results) == len(jobs) else 1
+    return 0 if len(results) == len(bench.jobs) else 1

@@ -18,25 +18,18 @@ With x actor ranks and y critic ranks, and the work of a phase in seconds of one
 * P and V are the parts of the updates that more GPUs don't shorten: a small model's layers wait for
   the host. If one update has far fewer FLOPs a second than the other, the time lost to that counts
   as P or V.
-* With `rollout.window = W` slots decode W tokens side by side, and no row is late. A row that goes
-  on costs a forward pass over the (mean of L^2) / (2 mean L) tokens that it has on average; over W
-  this is a token's mean age in steps.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from splitppo.errors import UserError
-from splitppo.run.files import read_lines
-from splitppo.run.idle import WARM_UP
 
+WARM_UP = 2  # first steps of a run, in which kernels are compiled and memory grows
 # a decode step of 1.5B on an H200: 2.2 ms with hardly any rows, 4.4 ms with 256
 ROWS_THAT_DOUBLE = 250
 SLOW = 0.6  # share of the other model's FLOPs a second below which an update waits for the host
-WINDOWS = (256, 512, 1024, 2048, 4096, 8192)  # that `window_advice` tries
 Side = Literal["actor", "critic"]
 Lines = Sequence[Mapping[str, Any]]  # a role's metrics, step by step
 
@@ -214,46 +207,3 @@ def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
             f"idle column {idle:.0%}"
         )
     return lines
-
-
-def with_window(work: Work, split: Split, lengths: Sequence[int], window: int) -> Work:
-    """The work of a step in which as many slots decode a window each; `lengths`: of the run's
-    responses."""
-    average = sum(lengths) / len(lengths)
-    held = sum(n * n for n in lengths) / sum(lengths) / 2
-    token = work.rollout / work.longest / average
-    forward = work.old or work.policy / 3
-    decode = window * token * (1 + work.batch / split.actor / ROWS_THAT_DOUBLE)
-    scaled = {
-        n: getattr(work, n) * window / average
-        for n in ("old", "reference", "score", "policy", "value")
-    }
-    return replace(
-        work, rollout=decode + forward * held / average / split.actor, longest=math.inf, **scaled
-    )
-
-
-def window_advice(
-    work: Work, split: Split, lengths: Sequence[int], choices: Sequence[Split]
-) -> list[str]:
-    """Speed and age of the tokens that are trained on, for each window below the longest
-    response."""
-    speed_here = sum(lengths) / len(lengths) / predict(work, split)
-    lines = []
-    for window in (size for size in WINDOWS if size < max(lengths)):
-        each = {s: predict(with_window(work, s, lengths, window), s) for s in choices}
-        best = min(each, key=lambda other: each[other])
-        age = sum(n * n for n in lengths) / sum(lengths) / 2 / window
-        speed = window / each[best]
-        lines.append(
-            f"  rollout.window {window}: {work.batch * speed:,.0f} response tokens/s, "
-            f"{speed / speed_here:.2f}x this run's, on {best}; "
-            f"tokens are {age:.1f} steps old on average"
-        )
-    return lines
-
-
-def row_lengths(run: Path) -> list[int]:
-    """Tokens of the responses in RUN/samples."""
-    rows = (row for file in sorted((run / "samples").glob("*.jsonl")) for row in read_lines(file))
-    return [len(row["tokens"]["text"]) for row in rows if row.get("tokens")]

@@ -10,16 +10,7 @@ import tyro
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
-from splitppo.run.idle import idle_line
-from splitppo.tools.cost import (
-    Split,
-    advice,
-    may_move,
-    measured,
-    row_lengths,
-    splits,
-    window_advice,
-)
+from splitppo.tools.cost import Split, advice, may_move, measured, splits
 from splitppo.tools.runs import check_folder, read_columns
 
 
@@ -30,9 +21,8 @@ def plan(
     length: int | None = None,
     memory: float = 80.0,
 ) -> list[str]:
-    """Predicts from a run which split is the fastest, what rollout.window would give and how many
-    value epochs cost nothing, or from a model's configuration which placements fit. Prints its
-    lines, and returns them.
+    """Predicts from a run which split is the fastest, or from a model's configuration which
+    placements fit. Prints its lines, and returns them.
 
     Args:
         run: a run's folder; or a model's, or its hub name.
@@ -75,7 +65,6 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     split = Split(facts["actor"], critics, config.placement.reference)
     actor, critic = ([step.metrics for step in column.values()] for column in read_columns(run))
     work = measured(actor, critic, split, config.rollout.batch_size)
-    lengths = row_lengths(run)
     choices = splits(
         gpus or split.actor + split.critic,
         movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
@@ -84,6 +73,4 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     # the critic group would hold no model
     if not (config.has_value or config.reward.model or config.has_teacher):
         choices = [split for split in choices if not split.critic or split.reference == "critic"]
-    windows = window_advice(work, split, lengths, choices) if lengths else []
-    free = idle_line(critic, config)
-    return [*advice(work, split, choices), *windows, *([free] if free else [])]
+    return advice(work, split, choices)

@@ -23,9 +23,7 @@ def newest_run() -> Path:
 
 
 def report(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
-    step: int | None = None,
-    out: Path | None = None,
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), out: Path | None = None
 ) -> None:
     """Print a run's results, and write it as a page: curves, timelines, rows, in one file that
     needs no network. Of several runs: their curves over each other, tables of their results and of
@@ -33,12 +31,9 @@ def report(
 
     Args:
         runs: The runs' folders. Unset: the newest one under ./runs.
-        step: The step of the timeline. Unset: a typical one of the run's last half.
         out: Where the page goes. Unset: RUN/report.html; of several runs report_RUN_RUN.html in
             this folder.
     """
-    if step is not None and len(runs) > 1:
-        raise UserError(f"--step {step} is for one run, and {len(runs)} are named: leave it out")
     folders = runs or (newest_run(),)
     read = read_runs(folders)
     lines = [*as_text(results_table(read)), ""]
@@ -50,7 +45,7 @@ def report(
     else:
         path = folders[0] / "report.html"
         columns = read[0].columns
-        chosen = choose_step(*columns, step)
+        chosen = choose_step(*columns)
         overlap = "no spans recorded: no timeline"
         if chosen is not None:
             overlap = build_timeline(*columns, chosen).title

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from splitppo.errors import UserError
 from splitppo.tools.runs import COLOURS, Column, Span, seconds
 
 # its name; step, name, start and end of spans
@@ -46,20 +45,13 @@ def timed_steps(actor: Column, critic: Column) -> list[int]:
     return sorted(n for n in actor.keys() & critic.keys() if actor[n].spans and critic[n].spans)
 
 
-def choose_step(actor: Column, critic: Column, wanted: int | None = None) -> int | None:
-    """The step to draw: the wanted one, or one of median duration among the last half; None if none
-    has spans. If the wanted step has none, it is a UserError."""
+def choose_step(actor: Column, critic: Column) -> int | None:
+    """The step to draw: one of median duration among the last half, since the first ones warm up;
+    None if none has spans."""
     steps = timed_steps(actor, critic)
-    if wanted is None:  # the first ones warm up
-        late = steps[len(steps) // 2 :]
-        late.sort(key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
-        return late[(len(late) - 1) // 2] if late else None
-    if wanted not in steps:
-        known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise UserError(
-            f"--step {wanted} has no recorded spans; steps with spans: {known}: name one of them"
-        )
-    return wanted
+    late = steps[len(steps) // 2 :]
+    late.sort(key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
+    return late[(len(late) - 1) // 2] if late else None
 
 
 def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:

@@ -369,15 +369,15 @@ def test_every_job_of_the_comparison_runs_dry(
     assert len(lines) == 4096
     prompts.write_text("".join(lines[:64]))  # all jobs read them
     monkeypatch.setattr(start, "vllm_version", lambda: "0.26.0")
-    jobs = bench.default_jobs(gpus, movable=True)
-    assert f"{3 * gpus // 4}+{gpus // 4}/critic" in jobs
+    splits = [f"{gpus - size}+{size}" for size in (gpus // 2, gpus // 4)]
+    jobs = ("colocated", *(job for split in splits for job in (split, f"{split}/critic")))
     rows = []
     for i, args in enumerate(tables):
         assert args[0] == "bench"
         given, extra = tyro.cli(bench.Bench, args=args[1:], return_unknown_args=True)
         windows = "--rollout.window" in extra
         assert (given.gpus, given.warmup) == (gpus, 4)
-        assert given.jobs == (("colocated", f"{gpus - 1}+1") if windows else ())
+        assert given.jobs == (("colocated", f"{gpus - 1}+1") if windows else jobs)
         rows.append(extra[extra.index("--rollout.batch-size") + 1])
         for job in jobs if i == 0 else jobs[-1:]:
             flags = bench.job_flags(

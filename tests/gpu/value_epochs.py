@@ -3,10 +3,9 @@
     python tests/gpu/value_epochs.py OUT [--gpus 2] [--job 1+1/critic] [--epochs 1 2 4]
         [--lengths fixed:128 lognormal:1000:4096] [--steps 5] [--warmup 4] -- FLAGS OF THE TRAINER
 
-For each kind of lengths `splitppo bench` runs the job with each number of `ppo.value_epochs`, and
-with the number that the first job's idle time is said to hold. Prints a table and writes
-OUT/epochs.jsonl, a line for each job. When a job fails, all ends. With the reference at the critic,
-FLAGS need `--ppo.kl-coef`. For four GPUs: `--gpus 4 --job 3+1/critic`.
+For each kind of lengths `splitppo bench` runs the job with each number of `ppo.value_epochs`.
+Prints a table and writes OUT/epochs.jsonl, a line for each job. When a job fails, all ends. With
+the reference at the critic, FLAGS need `--ppo.kl-coef`. For four GPUs: `--gpus 4 --job 3+1/critic`.
 """
 
 import argparse
@@ -37,7 +36,6 @@ def bench(out: Path, options: argparse.Namespace, lengths: str, epochs: int, fla
         "idle": critic["perf/idle_share"],
         "value_update_s": critic["timing_s/update"],
         "rollout_s": result["metrics"]["actor"]["timing_s/rollout"],
-        "free": result["value_epochs"],
     }
 
 
@@ -55,18 +53,17 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     options = parser.parse_args(own.split())
     options.out.mkdir(parents=True, exist_ok=True)
-    heads = ["lengths", "value epochs", "s a step", "longer", "critic idle", "value update, s"]
-    lines = [[*heads, "said to be free"]]
+    lines = [["lengths", "value epochs", "s a step", "longer", "critic idle", "value update, s"]]
     lines.append(["---"] * len(lines[0]))
     for lengths in options.lengths:
         first = bench(options.out, options, lengths, options.epochs[0], flags)
-        for epochs in sorted({*options.epochs, first["free"]}):
+        for epochs in sorted(options.epochs):
             found = bench(options.out, options, lengths, epochs, flags)
             with (options.out / "epochs.jsonl").open("a") as file:
                 file.write(json.dumps(found) + "\n")
             longer = f"{found['step_s'] / first['step_s'] - 1:+.1%}"
             cells = [lengths, str(epochs), f"{found['step_s']:.2f}", longer, f"{found['idle']:.0%}"]
-            lines.append([*cells, f"{found['value_update_s']:.2f}", str(found["free"])])
+            lines.append([*cells, f"{found['value_update_s']:.2f}"])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
     (options.out / "epochs.md").write_text(text)
     print(text)

@@ -286,7 +286,7 @@ def paths(_: random.Random) -> Iterator[Attack]:
     for command in ("report", "export", "plan", "bench", "prepare"):
         for value in (LATIN, "a\0b", "x" * 5000, "/dev/null", "/dev/null/x"):
             argv = {
-                "bench": ["--gpus=1", f"--out={value}", f"--lengths={value}"],
+                "bench": ["--gpus=1", "--jobs=colocated", f"--out={value}", f"--lengths={value}"],
                 "prepare": ["gsm8k", "--source=nowhere", f"--out={value}"],
             }
             yield Attack(f"{command} {value[:20]!a}", argv.get(command, [value]), REFUSED, command)

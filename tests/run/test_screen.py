@@ -206,11 +206,10 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
     assert lines[0].split() == ["done", "3", "of", "4", "steps", "in", "0:00:40"]
     assert "score 0.250 at step 0, 0.500 at step 3; best 0.750 at step 2" in lines[1]
     assert "score 0.100 at step 1, 0.400 at step 4; best 0.400 at step 4" in lines[2]
-    assert lines[3].endswith("waited 40 % of a step: ppo.value_epochs = 4 costs nothing")
-    assert lines[4].endswith("step_000003")
-    assert lines[5] == "warning      step 2: all rows"
-    assert lines[6].startswith("next ")
-    commands = [shlex.split(line.removeprefix("next")) for line in lines[6:]]
+    assert lines[3].endswith("step_000003")
+    assert lines[4] == "warning      step 2: all rows"
+    assert lines[5].startswith("next ")
+    commands = [shlex.split(line.removeprefix("next")) for line in lines[5:]]
     assert commands == [["splitppo", tool, str(folder)] for tool in ("report", "chat", "export")]
 
 

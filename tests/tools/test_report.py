@@ -11,7 +11,6 @@ import pytest
 from splitppo.__main__ import main
 from splitppo.config import Config, PPOConfig
 from splitppo.config.toml import to_toml
-from splitppo.errors import UserError
 from splitppo.tools.runs import (
     COLOURS,
     Run,
@@ -100,10 +99,7 @@ def test_typical_step_is_the_median_of_the_last_half():
     both = {n: Step({}, spans_of(n)[1]) for n in range(1, 8)}
     assert choose_step(actor, both) == 7, "of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
     assert choose_step(actor, {}) is None, "a timeline has both columns"
-    assert choose_step(actor, critic, wanted=1) == 1
     assert choose_step({0: Step({}, [])}, {}) is None
-    with pytest.raises(UserError, match="--step 6 has no recorded spans; steps with spans: 1 to 5"):
-        choose_step(actor, critic, wanted=6)
 
 
 def test_overlap_of_a_step_takes_in_the_deferred_update():
@@ -154,9 +150,9 @@ def test_a_page_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     out = tmp_path / "x.html"
-    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), "--step=2", f"--out={out}"])
+    monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), f"--out={out}"])
     assert main() == 0
-    assert '"chosen":2' in out.read_text(encoding="utf-8")
+    assert '"chosen":6' in out.read_text(encoding="utf-8")
 
 
 def test_a_run_without_a_critic_has_no_timeline(
@@ -284,10 +280,8 @@ def test_errors_are_one_line(
         ([], "./runs holds no run with metrics"),
         (["nowhere"], "nowhere: no such folder"),
         (["empty"], "empty has no step in metrics/actor.jsonl"),
-        ([str(run), "--step", "9"], "steps with spans: 1 to 2"),
         ([str(run), "--out", "no/page.html"], "no/page.html: No such file or directory"),
         ([str(run), "nowhere"], "nowhere: no such folder"),
-        ([str(run), "empty", "--step", "1"], "--step 1 is for one run"),
         ([str(run)] * 11, "11 runs: at most 10"),
     ):
         monkeypatch.setattr(sys, "argv", ["splitppo", "report", *args])
