@@ -19,12 +19,12 @@ from transformers import (
     AutoModelForTokenClassification,
     PretrainedConfig,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from splitppo.errors import UserError
 from splitppo.models.attention import PACKED
 from splitppo.models.heads import PolicyModel, SharedModel, ValueModel
+from splitppo.models.names import FolderNames
 
 # `both`: policy and value model over one body
 Kind = Literal["policy", "value", "reward", "both"]
@@ -246,15 +246,13 @@ def build(
             **({"attn_implementation": PACKED} if packed else {}),
         )
         model.tie_weights()  # no_init_weights leaves this out, too
-        # how names in the folder become names in the model (names.py); transformers needs its own
-        # class to tell
         every = getattr(config, "layers_in_folder", 0)
         ignored = [
             "inv_freq$",
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []),
             *(rf"\.{layer}\." for layer in range(config.num_hidden_layers, every)),
         ]
-        names = get_model_conversion_mapping(model), ignored
+        names = FolderNames(model, ignored)
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(

@@ -1,18 +1,108 @@
 """Names of a model's weights.
 
 Outside of its modules a weight has the name that transformers' model of the type gives it: in
-checkpoints, in what goes to engines, in messages. On a rank the modules add parts to it. A folder
-or an adapter may name its tensors otherwise (stored.py, lora.py).
+checkpoints, in the stream for engines, in messages. On a rank the modules add parts to it. A folder
+may name its tensors otherwise (`FolderNames`), and so may an adapter (lora.py).
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 HEAD = ("score.weight", "score.bias")  # of a value model
 # in the name of an adapter's weight (lora.py): which of its two matrices, and whose it is
 ADAPTER = r"\.lora_([AB])\.(policy|value)\."
+# what transformers does with the matrices of a layer's experts: it stacks those of one kind, and
+# those of two kinds behind each other
+STACKS = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+class FolderNames:
+    """How the folders of a model's type hold its weights, and how engines take them. A weight is
+    one tensor there, under its name or another. Or it is several: the model has the matrices of a
+    layer's experts in one weight `[experts, rows, columns]`, the folder one by one.
+
+    Args:
+        model: transformers' model.
+        ignored: regular expressions of tensors that no model reads.
+    """
+
+    def __init__(self, model: Any, ignored: Sequence[str]):
+        self.ignored = ignored
+        self.prefix: str = model.base_model_prefix
+        conversions: list[Any] = get_model_conversion_mapping(model)
+        merges = [part for part in conversions if isinstance(part, WeightConverter)]
+        self.renames = [part for part in conversions if part not in merges]
+        self.stacks = [
+            merge
+            for merge in merges
+            if [(type(step), getattr(step, "dim", None)) for step in merge.operations] in STACKS
+        ]
+        self.others = [merge for merge in merges if merge not in self.stacks]
+        self._written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+
+    @cached_property
+    def _reverse(self) -> list[Any]:
+        """The renames from the model to folders; a prefix that some folders have is left out."""
+        return [
+            part.reverse_transform()
+            for part in self._written
+            if isinstance(part, WeightRenaming) and not isinstance(part, PrefixChange)
+        ]
+
+    def weight_of(self, tensor: str, known: dict[str, bool]) -> tuple[str, int | None]:
+        """The weight that a folder's tensor makes; and if it makes a part of one, its place in
+        `stored`. `known`: the model's weights. Raises ValueError if transformers would merge or
+        split the tensor in another way."""
+        name = rename_source_key(tensor, self.renames, [])[0]
+        place = None
+        for stack in self.stacks:
+            kinds = stack.source_patterns
+            for number, kind in enumerate(kinds):
+                pattern = re.escape(kind).replace(r"\*", r"(\d+)")
+                if matched := re.search(f"{pattern}$", name):
+                    place = int(matched[1]) * len(kinds) + number
+                    name = name[: matched.start()] + stack.target_patterns[0]
+        name, merged = rename_source_key(name, [], self.others, self.prefix, known)
+        if merged:
+            raise ValueError(
+                f"weight {tensor} must be merged or split on loading, which is not in this version"
+            )
+        return name, place
+
+    def stored(self, name: str, shape: Sequence[int]) -> list[str]:
+        """The tensors that make a weight of this shape, in the order of its rows."""
+        kinds = self._kinds(name)
+        numbers = range(shape[0] if kinds else 1)
+        whole = [kind.replace("*", str(number)) for number in numbers for kind in kinds or [name]]
+        return [rename_source_key(tensor, self._reverse, [])[0] for tensor in whole]
+
+    def split(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """A weight as the tensors that a folder holds: views, by name."""
+        tensors = self.stored(name, weight.shape)
+        parts = weight.flatten(0, 1).chunk(len(tensors)) if self._kinds(name) else [weight]
+        return dict(zip(tensors, parts, strict=True))
+
+    def _kinds(self, name: str) -> list[str]:
+        """The names of an expert's tensors, `*` for its number; [] of other weights."""
+        return [
+            name.removesuffix(stack.target_patterns[0]) + kind
+            for stack in self.stacks
+            if name.endswith(stack.target_patterns[0])
+            for kind in stack.source_patterns
+        ]
 
 
 def hf_name(path: str) -> str:

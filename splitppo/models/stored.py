@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from splitppo.errors import UserError
 from splitppo.models.build import SCALE, folder_error
@@ -123,8 +122,8 @@ class Stored:
     Attributes:
         files: tensor -> the open file that holds it.
         weights: the weights and buffers that may be read from them.
-        made_of: weight or buffer -> the tensors that make it. Tied weights have the same. Today one
-            tensor makes a weight.
+        made_of: weight or buffer -> the tensors that make it: one, or as many as its experts have
+            matrices, in the order of the weight's rows. Tied weights have the same.
         unexpected: tensors for which the model has no weight, though it has the module.
         unused: the other tensors, and files, that are not read.
         remedy: what helps if tensors and weights don't fit.
@@ -149,7 +148,11 @@ class Stored:
             if name in self.made_of:
                 self._check_stored(name, tensor)
             elif isinstance(tensor, nn.Parameter) and name not in head:
-                raise folder_error(self.folder, f"no weight {name} in its safetensors", self.remedy)
+                names = cast(Any, self.model).folder_names.stored(name, tensor.shape)
+                missing = next((each for each in names if each not in self.files), name)
+                raise folder_error(
+                    self.folder, f"no weight {missing} in its safetensors", self.remedy
+                )
         if self.unexpected:
             raise folder_error(
                 self.folder,
@@ -159,15 +162,21 @@ class Stored:
             )
 
     def _check_stored(self, name: str, tensor: Tensor) -> None:
-        (stored,) = self.made_of[name]
+        due = [*described(self.model, name, tensor).shape]
+        parts = self.made_of[name]
+        if len(parts) > 1:
+            due[:2] = [math.prod(due[:2]) // len(parts)]
+        for stored in parts:
+            self._check_tensor(stored, due, floats=tensor.is_floating_point())
+
+    def _check_tensor(self, stored: str, due: list[int], *, floats: bool) -> None:
         shape = self._slice(stored).get_shape()
         kind = self._slice(stored).get_dtype()
-        due = [*described(self.model, name, tensor).shape]
         if shape != due:
             raise folder_error(
                 self.folder, f"weight {stored} is {shape}, but {due} in the model", self.remedy
             )
-        allowed = FLOATS if tensor.is_floating_point() else WHOLE
+        allowed = FLOATS if floats else WHOLE
         if stored + SCALE in self.files:
             allowed = (FP8,) if self._block(stored) else ()
         if kind not in allowed:
@@ -205,7 +214,9 @@ class Stored:
             notes.append(f"not used: {shorten_names(self.unused)}")
         if new := [name for name in missing if name not in HEAD]:
             notes.append(f"not there, so they start new: {shorten_names(new)}")
-        kinds = {stored: self._slice(stored).get_dtype() for (stored,) in read.values()}
+        kinds = {
+            stored: self._slice(stored).get_dtype() for parts in read.values() for stored in parts
+        }
         if fp8 := [stored for stored in kinds if kinds[stored] == FP8]:
             notes.append(f"{len(fp8)} weights are FP8 and are read as floats (dequantized)")
         plain = {stored: kind for stored, kind in kinds.items() if kind != FP8}
@@ -248,8 +259,20 @@ class Stored:
                 )
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
-        """A part of a weight, or all of it, FP8 as float32."""
-        (stored,) = self.made_of[name]
+        """A part of a weight, or all of it, FP8 as float32. Of experts, those that the part has are
+        read."""
+        tensors = self.made_of[name]
+        if len(tensors) == 1:
+            return self._read(tensors[0], where)
+        experts, *shape = self.weights[name].shape
+        each = len(tensors) // experts
+        matrices = [
+            torch.cat([self._read(stored) for stored in tensors[expert * each :][:each]])
+            for expert in range(experts)[where[0] if where else slice(None)]
+        ]
+        return torch.stack(matrices) if matrices else torch.empty(0, *shape)
+
+    def _read(self, stored: str, where: tuple[slice, ...] = ()) -> Tensor:
         if stored + SCALE not in self.files:
             return self._slice(stored)[where or ...]
         weight = self._slice(stored)[:].float()
@@ -268,9 +291,7 @@ def open_folder(folder: str, model: Any) -> Stored:
     are the same weight, or transformers would merge or split one."""
     files, other_files = _open_files(Path(folder))
     shapes = {name: file.get_slice(name).get_shape() for name, file in files.items()}
-    conversions, ignored = model.folder_names
-    merges = [part for part in conversions if isinstance(part, WeightConverter)]
-    renames = [part for part in conversions if part not in merges]
+    names = model.folder_names
     ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
     weights = own_weights(weights_of(model)) | buffers_of(model)
     known = dict.fromkeys([*weights, *ties], True)
@@ -279,28 +300,36 @@ def open_folder(folder: str, model: Any) -> Stored:
         for name in known
         for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
     }
-    made_of: dict[str, tuple[str, ...]] = {}
+    # weight -> the tensors that make it, by their places; None: it is all of it
+    places: dict[str, dict[int | None, str]] = {}
+    counts = {name: len(names.stored(name, weight.shape)) for name, weight in weights.items()}
     others: dict[bool, list[str]] = {True: [], False: []}  # by whether they are of a module
     for source in shapes:
-        name, merged = rename_source_key(source, renames, merges, model.base_model_prefix, known)
-        if merged:
+        try:
+            name, place = names.weight_of(source, known)
+        except ValueError as error:
+            raise folder_error(folder, str(error), "use another model") from error
+        same = places.get(name, {})
+        if place in same or (same and None in (place, *same)):
+            other = same.get(place, next(iter(same.values())))
             raise folder_error(
                 folder,
-                f"weight {source} must be merged or split on loading, which is not in this version",
-                "use another model",
-            )
-        if name in made_of:
-            raise folder_error(
-                folder,
-                f"{made_of[name][0]} and {source} are both the weight {name}",
+                f"{other} and {source} are both the weight {name}",
                 "remove the one that is not the model's",
             )
-        if name in known:
-            made_of[name] = (source,)
+        if name in known and (place is None or place < counts[name]):
+            places.setdefault(name, {})[place] = source
         # a scale is read with its weight
         elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
-            of_module = name.split(".")[0] in modules and not re.search("|".join(ignored), name)
+            of_module = name.split(".")[0] in modules and not re.search(
+                "|".join(names.ignored), name
+            )
             others[of_module].append(source)
+    made_of = {
+        name: tuple(parts[place] for place in sorted(parts, key=lambda place: place or 0))
+        for name, parts in places.items()
+        if None in parts or len(parts) == counts[name]
+    }
     unused = others[False]
     if HEAD[0] in known and HEAD[0] not in made_of:
         width = weights[HEAD[0]].shape[-1]

@@ -97,7 +97,8 @@ def save(
     the model started; the tokenizer is that of the folder `tokenizer`."""
     is_value = isinstance(model, ValueModel)
     written: Any = getattr(model, model.base_model_prefix) if is_value else model.causal
-    weights = model.state_dict()
+    ties = ties_of(model)
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in ties}
     if is_value and type(model.config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         config = deepcopy(model.config)
         config.num_labels = 1
@@ -110,9 +111,14 @@ def save(
         head = next(name for name in written.state_dict() if not name.startswith(body))
         renamed = rf"{head.rpartition('.')[0]}."
         weights = {re.sub(r"^score\.", renamed, name): w for name, w in weights.items()}
+    tensors = {
+        stored: part
+        for name, weight in weights.items()
+        for stored, part in model.folder_names.split(name, weight).items()
+    }
     # transformers would leave it to the job's first rank
     written.should_save_on_this_rank = lambda _: True
-    written.save_pretrained(folder, state_dict=weights)
+    written.save_pretrained(folder, state_dict=tensors, save_original_format=False)
     _complete(folder, source, tokenizer, own_code=own_code, policy=not is_value)
 
 

@@ -383,10 +383,12 @@ def family_folder(family: str, tied: bool) -> tuple[str, dict[str, torch.Size]]:
     """A folder with the configuration of a small model, and what the trainer sends of it."""
     sizes = {name: value for name, value in (BASE | FAMILIES[family]).items() if value is not None}
     config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied)
+    model: Any = build(config, "policy")
     sent = {
-        name: shape
-        for name, (first, shape) in weight_names(build(config, "policy")).items()
+        tensor: part.shape
+        for name, (first, _) in weight_names(model).items()
         if name == first
+        for tensor, part in model.folder_names.split(name, model.state_dict()[name]).items()
     }
     kinds: Any = AutoModelForCausalLM
     config.architectures = [kinds._model_mapping[type(config)].__name__]

@@ -67,7 +67,9 @@ class VLLMEngine(RolloutEngine):
         self.sleep = sleep
         self.peak = peak
         self.timeout = timeout
-        self.names = weight_names(build(config, "policy"))
+        model: Any = build(config, "policy")
+        self.names = weight_names(model)
+        self.folder_names = model.folder_names
         # a thread: while the engine sends rows, it reads nothing
         self._sender = ThreadPoolExecutor(1, "requests")
 
@@ -84,7 +86,10 @@ class VLLMEngine(RolloutEngine):
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
-        largest = max(shape.numel() for _, shape in self.names.values())
+        largest = max(
+            shape.numel() // len(self.folder_names.stored(name, shape))
+            for name, (_, shape) in self.names.items()
+        )
         size = max(BUCKET[self.device.type], largest * self.dtype.itemsize)
         path = Path(self.address).with_name(f"bucket_{self.index}")
         made = [_bucket(f"{path}_{number}", size, self.device) for number in range(2)]
@@ -121,7 +126,7 @@ class VLLMEngine(RolloutEngine):
         """Sends the weights. Raises UserError if vLLM's model has no place for one, EngineError if
         one differs then."""
         self._wake("weights")
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, tuple[int, Tensor]] = {}
         loading = False  # whether the engine loads one bucket, while the other is filled
         try:
             for bucket, entries in self._fill(weights, sums):
@@ -135,7 +140,7 @@ class VLLMEngine(RolloutEngine):
         finally:
             if loading and self._conn:
                 self._answer("load")
-        sent = {name: (self.names[name][1].numel(), int(total)) for name, total in sums.items()}
+        sent = {name: (numbers, int(total)) for name, (numbers, total) in sums.items()}
         lost, different = self._ask("verify", sent)
         if lost:
             raise UserError(
@@ -176,21 +181,27 @@ class VLLMEngine(RolloutEngine):
                 pass
 
     def _fill(
-        self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
+        self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, tuple[int, Tensor]]
     ) -> Iterator[tuple[int, list[Entry]]]:
-        """Packs the stream into the two buckets in turn, and puts each tensor's checksum into
-        `sums`. Yields the bucket's number, and what is in it."""
+        """Packs the stream into the two buckets in turn, as the tensors that a folder has, and puts
+        the size and the checksum of each into `sums`. Yields the bucket's number, and what is in
+        it."""
         bucket = at = 0
         entries: list[Entry] = []
-        for name, weight in check_weights(weights, self.names):
-            tensor = weight.to(self.device, self.dtype).contiguous()
+        parts = (
+            part
+            for name, weight in check_weights(weights, self.names)
+            for part in self.folder_names.split(name, weight).items()
+        )
+        for name, part in parts:
+            tensor = part.to(self.device, self.dtype).contiguous()
             if at + tensor.nbytes > len(self._buckets[bucket]):
                 yield bucket, entries
                 bucket = 1 - bucket
                 at = 0
                 entries = []
             self._buckets[bucket][at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
-            sums[name] = checksum(tensor)
+            sums[name] = tensor.numel(), checksum(tensor)
             entries.append(Entry(name, tensor.dtype, tensor.shape, at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
         yield bucket, entries
