@@ -276,18 +276,13 @@ def act_rank(group: Group) -> tuple:
     trained = [policy.trained]
     told.append(update(3))
     trained.append(policy.trained)
-    best = [generator.validate(step, policy.weights()) for step in (0, 1, 2, 3)]
-    kept, bests = json.loads(json.dumps(generator.state())), []
-    for named in (generator.validated_on, "other prompts"):
-        state = kept | {"validated_on": named}
-        generator.load_state(state)
-        bests.append(generator.best)
-    assert bests == [(0.5, 2), None]
-    return calls, told, given, trained, best
+    validated = [generator.validate(step, policy.weights()) for step in (0, 1, 2, 3)]
+    assert [bool(metrics) for metrics in validated] == [False, True, True, True]
+    return calls, told, given, trained
 
 
 def test_what_policy_and_generator_tell_and_hand_on():
-    for rank, (calls, told, given, trained, best) in enumerate(run_threads(2, act_rank)):
+    for rank, (calls, told, given, trained) in enumerate(run_threads(2, act_rank)):
         # no weights go to an engine that has them, and none that are not finite
         assert calls == ["0 in torch.bfloat16", f"{rank} in torch.bfloat16"]
         logs = [
@@ -340,8 +335,6 @@ def test_what_policy_and_generator_tell_and_hand_on():
             assert mini_batches == [[0], [0, 1]][rank : rank + 1]
             assert names == ["advantages", "old", "ref", "weights"]
             assert seen == pytest.approx(mine, rel=1e-4)
-        bests = [(metrics.get("val/best_so_far"), metrics.get("val/best_step")) for metrics in best]
-        assert bests == [(None, None), (0.3, 1.0), (0.5, 2.0), (0.5, 2.0)]
 
 
 def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_step():

@@ -188,7 +188,7 @@ def test_numbers_of_a_reward_hide_none_of_the_trainers():
     plain = [*answered(1.0, 0.5), *answered(0.25, 1.0)]
     known = metrics(plain, ["a", "b"])
     names = [name.removeprefix("val/").removesuffix("/mean") for name in known]
-    numbers = dict.fromkeys([*names, "reward", "best_step"], 7.0)
+    numbers = dict.fromkeys([*names, "reward"], 7.0)
     named = metrics([replace(one, figures=numbers) for one in plain], ["a", "b"])
     assert {name: named[name] for name in known} == known
     assert named.keys() - known.keys() == {f"val/reward/{name}/mean" for name in numbers}

@@ -207,8 +207,7 @@ class Config:
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
     """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where
-    none are given. `never`: move a run in run_dir aside, to RUN.1, and begin. Or the folder of a
-    checkpoint, or of another run, for its newest one."""
+    none are given. Or the folder of a checkpoint, or of another run, for its newest one."""
     force: bool = False
     """Go on in run_dir although settings have changed that make it another run. Without a
     checkpoint: start again."""

@@ -58,7 +58,7 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
                 ) from error
         raise
     run = Path(os.path.expanduser(config.run_dir or ""))
-    if config.run_dir and config.resume != "never" and not recorded and has_steps(run):
+    if config.run_dir and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
         with suppress(UserError), redirect_stderr(io.StringIO()):
             run_settings = toml.read_preset(str(run / "config.toml"), recorded=True)

@@ -13,7 +13,7 @@ from splitppo.generator.sampler import Sampler
 from splitppo.generator.validation import Validator
 from splitppo.job.collectives import Group
 from splitppo.placement import StepPlan
-from splitppo.rollout import Episode, Rollout, digest
+from splitppo.rollout import Episode, Rollout
 
 PROGRESS_S = 15.0  # seconds between two lines about a long rollout
 
@@ -36,14 +36,6 @@ class Generator:
         self.sampler = sampler
         self.validator = validator
         self.version = -1  # of the weights that the engine has
-        self.best: tuple[float, int] | None = None  # score of the best validation, and its step
-        reward = context.named.reward
-        self.validated_on = digest(  # what that score belongs to
-            [(prompt.tokens, prompt.ground_truth) for prompt in context.held_out],
-            reward.validation or (reward.function, reward.weights),
-            context.config.log.validate_samples,
-            context.config.log.validate_temperature,
-        )
 
     def load_weights(self, weights: Weights) -> None:
         """Brings the policy's weights into the engine, unless it has them. All ranks of the group
@@ -95,10 +87,7 @@ class Generator:
         if not self.validator.due(step):
             return {}
         self.load_weights(weights)
-        metrics = self.validator.run(step)
-        if self.best is None or metrics["val/score/mean"] > self.best[0]:
-            self.best = metrics["val/score/mean"], step
-        return metrics | {"val/best_so_far": self.best[0], "val/best_step": float(self.best[1])}
+        return self.validator.run(step)
 
     def close(self) -> None:
         """Ends the engine, environments, and the processes of the validation's rewards."""
@@ -109,16 +98,10 @@ class Generator:
     def state(self) -> dict[str, Any]:
         """Its part of the group's state in a checkpoint; all ranks of the group call it, and the
         first one's is whole."""
-        return {
-            "best": self.best,
-            "validated_on": self.validated_on,
-            "open": self.sampler.state(self.group),
-        }
+        return {"open": self.sampler.state(self.group)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned. The best of another validation is left out."""
-        same = state["validated_on"] == self.validated_on
-        self.best = tuple(state["best"]) if state["best"] and same else None
+        """Goes on from what `state` returned."""
         self.sampler.load_state(state["open"])
 
     def _metrics(self, rollout: Rollout) -> dict[str, float]:

@@ -108,20 +108,12 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
     return ""
 
 
-def best_score(folder: Path) -> float:
-    """The best score of a validation up to this checkpoint; -inf if there is none."""
-    best = None
-    with suppress(*BROKEN):
-        best = json.loads((folder / "actor" / "state.json").read_text())["best"]
-    return best[0] if best else float("-inf")
-
-
 def candidates(run_dir: Path, resume: str) -> list[Path]:
-    """The checkpoints that a run may resume from, oldest first; none with `never`. Raises UserError
-    if `resume` is neither a complete checkpoint nor a run's folder with some, or is older than the
-    run's newest."""
-    checkpoints = complete(run_dir) if resume != "never" else []
-    if resume in ("auto", "never"):
+    """The checkpoints that a run may resume from, oldest first. Raises UserError if `resume` is
+    neither a complete checkpoint nor a run's folder with some, or is older than the run's
+    newest."""
+    checkpoints = complete(run_dir)
+    if resume == "auto":
         return checkpoints
     folder = Path(resume)
     # a link, or what it leads to, may have another name

@@ -90,34 +90,13 @@ def take(folder: Path) -> TextIO:
     return file
 
 
-def finished(config: Config) -> Path | None:
-    """The checkpoint of the last step, if the run in `run_dir` has done it, or the newest one if
-    its score has come to `log.stop_at`. Raises UserError for another run."""
-    run = Path(config.run_dir or "")
-    goal = config.log.stop_at
-    reached = [
-        path
-        for path in checkpoint.complete(run)[-1:]
-        if goal is not None and checkpoint.best_score(path) >= goal
-    ]
-    last_checkpoint = next(iter(reached), checkpoint.step_folder(run, config.steps))
-    if (
-        config.run_dir is None
-        or config.resume == "never"
-        or not checkpoint.is_complete(last_checkpoint)
-    ):
-        return None
-    check_same_run(config, Path(config.run_dir))
-    return None if checkpoint.damage(last_checkpoint, sizes_only=True) else last_checkpoint
-
-
 def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) -> None:
     """Raises UserError for a folder in which the run can't go on, or a checkpoint that it can't go
     on from; `inputs` (`inputs_of`) are compared if given. Under torchrun --max-restarts this is
     called when the restart count is known: what the first start left in the folder belongs to the
     next one."""
     if config.run_dir is None:
-        if config.resume not in ("auto", "never"):
+        if config.resume != "auto":
             raise UserError(
                 f"--resume {config.resume} needs --run-dir: the folder in which the run goes on"
             )
@@ -131,12 +110,12 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
                 "move it away, or choose another --run-dir"
             )
     resumed_from = checkpoint.find(folder, config.resume)
-    begun = not resumed_from and config.resume != "never" and cli.has_steps(folder)
+    begun = not resumed_from and cli.has_steps(folder)
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
         raise UserError(
             f"run_dir={folder} holds a run without checkpoints; "
-            "choose another, --resume never to move it aside, or --force to start again in it"
+            "choose another, or --force to start again in it"
         )
     if begun or (resumed_from and resumed_from.parent.parent.resolve() == folder.resolve()):
         check_same_run(config, folder, inputs)
@@ -304,20 +283,6 @@ def new_folder() -> Path:
             folder.mkdir(parents=True)
             break
     return folder
-
-
-def move_aside(config: Config, *, dry: bool = False) -> str:
-    """Moves the run in `run_dir` aside if `resume` is `never`: beside it, to the first free number.
-    The folder must be locked, but for a `dry` run, which moves nothing. Returns a line that says
-    so; "" if no run is there."""
-    folder = Path(os.path.realpath(config.run_dir or ""))
-    if config.run_dir is None or config.resume != "never" or not cli.has_steps(folder):
-        return ""
-    aside = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
-    for path in () if dry else [path for path in folder.iterdir() if path.name != "lock"]:
-        aside.mkdir(exist_ok=True)
-        path.rename(aside / path.name)
-    return f"--resume never: the run in {folder} moves to {aside}"
 
 
 def write_run_files(

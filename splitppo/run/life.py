@@ -33,7 +33,6 @@ from splitppo.run.folder import (
     PATIENCE,
     check_run_folder,
     check_same_run,
-    move_aside,
     new_folder,
     take,
     write_run_files,
@@ -103,8 +102,6 @@ def find_checkpoint(
             check_same_run(config, folder, inputs)
         else:
             check_run_folder(config, inputs)
-            if moved := move_aside(config):
-                say(moved)
         # a restart resumes from the newest checkpoint, whatever the first start resumed from
         resume = "auto" if restarts and checkpoint.complete(folder) else config.resume
         paths = checkpoint.candidates(folder, resume)

@@ -90,12 +90,6 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     resolved = _prepare(config, launch.world, launch.local_world, device, launch.rank == 0)
     config = resolved.config
     placement = resolved.placement
-    if last_checkpoint := folder.finished(config):
-        if launch.rank == 0:
-            is_last = checkpoint.step_of(last_checkpoint) == config.steps
-            raised = "--steps" if is_last else "--log.stop-at"
-            say(f"already finished, nothing to do: {last_checkpoint}; raise {raised} to train on")
-        return 0
     engine = launch_engine(resolved.engine, config, placement, launch, device)
     use_expandable_segments(resolved, launch.rank)
     runtime = rank.runtime = Runtime(
@@ -189,7 +183,7 @@ def dry_run(config: Config, launch: Launch, user_settings: Sequence[str] = ()) -
             format_map(resolved.placement, hosts, [device.type] * len(hosts)),
             *[f"  and {world - SHOWN:,} more ranks"] * (world > SHOWN),
             f"resolved: {resolved.to_json()}",
-            *filter(None, [folder.move_aside(config, dry=True), offloaded]),
+            *filter(None, [offloaded]),
             *(f"warning: {warning}" for warning in warnings),
             *resolved.notes,
             f"data: {screen.counted(training, validation)}",

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from operator import sub
+from operator import itemgetter, sub
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +23,7 @@ READ = (
     r"step|tokens|critic/(score/(mean|min|max)|vf_explained_var|vf_loss|kl_row)"
     r"|critic/reward_failures(/share)?|actor/(pg_loss|grad_norm|lr|entropy)"
     r"|response_length/(mean|clip_ratio)|prompt_length/mean"
-    r"|val/(score/mean|best_so_far|best_step|rows|failures)|perf/alloc_retries"
+    r"|val/(score/mean|rows|failures)|perf/alloc_retries"
 )
 SENTENCES = {
     "failing": "a reward fails on every row: it has a bug, or its service is down "
@@ -92,7 +92,8 @@ def true_of(
         "entropy": max(last(actor, "actor/entropy")) < 0.01
         and sum(scores[2 * STEPS :]) / (2 * STEPS) < low,
         "memory": any(last(steps, "perf/alloc_retries", 1)[0] > 1 for steps in (actor, critic)),
-        "held-out": last(actor, "val/best_step", 1)[0] >= 0 and _overfits(actor, critic, spread),
+        "held-out": not math.isnan(last(actor, "val/score/mean", 1)[0])
+        and _overfits(actor, critic, spread),
     }
 
 
@@ -102,13 +103,11 @@ def _overfits(
     """Whether the last three held-out scores are below the best by more than chance and by a
     quarter of what was gained, and training's score has risen since."""
     validations = [step for step in actor if "val/score/mean" in step]
-    best = actor[-1]["val/best_so_far"]
-    lost = best - max(step["val/score/mean"] for step in validations[-3:])
-    gained = best - validations[0]["val/score/mean"]
+    best = max(validations, key=itemgetter("val/score/mean"))
+    lost = best["val/score/mean"] - max(step["val/score/mean"] for step in validations[-3:])
+    gained = best["val/score/mean"] - validations[0]["val/score/mean"]
     chance = 2 * spread / math.sqrt(actor[-1]["val/rows"])  # four standard deviations at most
-    since = [
-        step["critic/score/mean"] for step in critic if step["step"] > actor[-1]["val/best_step"]
-    ]
+    since = [step["critic/score/mean"] for step in critic if step["step"] > best["step"]]
     part = max(1, len(since) // 3)
     risen = sum(since[-part:]) - sum(since[:part]) > 0.05 * spread * part
     return risen and lost > max(chance, gained / 4)

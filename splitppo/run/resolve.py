@@ -276,7 +276,7 @@ def pin(config: Config) -> tuple[Config, dict[str, str]]:
     models = {*model_paths(config).values()}
     local = {}
     file = Path(config.run_dir or "", "config.toml")
-    begun = config.run_dir is not None and config.resume != "never" and file.is_file()
+    begun = config.run_dir is not None and file.is_file()
     before = file.read_text(errors="replace") if begun else ""
     own_code = config.policy.trust_remote_code
 

@@ -140,8 +140,7 @@ class Screen:
         head = f"{f'[{self.role}]':<8} step {step:>{len(str(self.steps))}}/{self.steps}"
         extra = []
         if "val/score/mean" in metrics:
-            best = f"best {metrics['val/best_so_far']:.3f} at step {metrics['val/best_step']:.0f}"
-            extra.append(f"{head}  held-out score {metrics['val/score/mean']:.3f}, {best}")
+            extra.append(f"{head}  held-out score {metrics['val/score/mean']:.3f}")
         if skipped := metrics.get(f"{self.role}/skipped"):
             extra.append(
                 f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite"

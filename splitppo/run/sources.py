@@ -43,7 +43,7 @@ def with_copies(config: Config) -> Config:
         is_gone = file.endswith(".py") and not os.path.exists(file) and copy.is_file()
         return name.replace(file, str(copy)) if is_gone else name
 
-    return map_paths(config, change) if config.run_dir and config.resume != "never" else config
+    return map_paths(config, change) if config.run_dir else config
 
 
 def reward_copy(run: Path, file: str) -> Path:

@@ -34,13 +34,7 @@ NAMES = (
     *("data.files", "data.validation_files"),
 )
 VERSIONS = ("python", "splitppo", "torch", "transformers", "safetensors", "vllm", "git")
-SHOWN = (
-    "val/score/mean",
-    "val/best_so_far",
-    "critic/score/mean",
-    "response_length/mean",
-    "actor/ref_kl",
-)
+SHOWN = ("val/score/mean", "critic/score/mean", "response_length/mean", "actor/ref_kl")
 
 
 def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:

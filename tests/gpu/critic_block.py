@@ -172,7 +172,7 @@ class Block:
         command = [
             sys.executable, str(Path(__file__).with_name("critic_arms.py")), arm.baseline,
             *self.flags, *arm.flags, "--policy.optim.lr", job.rate, "--seed", str(job.seed),
-            "--run-dir", str(self.out / "runs" / job.name), "--resume", "never",
+            "--run-dir", str(self.out / "runs" / job.name), "--force",
         ]  # fmt: skip
         with (self.out / f"{job.name}.log").open("ab") as log:
             process = subprocess.Popen(

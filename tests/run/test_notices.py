@@ -60,17 +60,8 @@ def said(run: Path, steps: int, *changes: tuple[range, Mapping[str, Any]]) -> li
 
 def held_out(*scores: float) -> list[tuple[range, dict[str, float]]]:
     """Validations of 256 rows, one each tenth step."""
-    best = [max(scores[: n + 1]) for n in range(len(scores))]
     return [
-        (
-            range(10 * n, 10 * n + 1),
-            {
-                "val/score/mean": score,
-                "val/rows": 256.0,
-                "val/best_so_far": best[n - 1],
-                "val/best_step": 10.0 * (1 + scores.index(best[n - 1])),
-            },
-        )
+        (range(10 * n, 10 * n + 1), {"val/score/mean": score, "val/rows": 256.0})
         for n, score in enumerate(scores, 1)
     ]
 
@@ -197,7 +188,6 @@ def test_a_run_that_follows_a_teacher_is_not_told_to_stay_near(
 
 @pytest.mark.parametrize("run", json.loads(PATH.read_text()), ids=lambda run: run["flags"])
 def test_healthy_runs_are_not_warned(run: dict[str, Any], tmp_path: Path) -> None:
-    best: list[float] = []
     (tmp_path / "metrics").mkdir()
     for role in ROLES:
         count = len(run[role]["step"])
@@ -213,9 +203,6 @@ def test_healthy_runs_are_not_warned(run: dict[str, Any], tmp_path: Path) -> Non
                     for name, value in zip(lists, values, strict=True)
                     if value is not None
                 }
-                if "val/score/mean" in step:
-                    best = max(best, [step["val/score/mean"], -step["step"]])
-                    step |= {"val/best_so_far": best[0], "val/best_step": -best[1]}
                 file.write(json.dumps(step) + "\n")
     assert next(follow(tmp_path, {"kl"} if "kl-coef" in run["flags"] else set())) == []
 

@@ -425,10 +425,6 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     assert "they are overwritten" in capfd.readouterr().out
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
     assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
-    assert train.main([*argv, "--checkpoint.every=1", "--resume=never", "--dry-run"]) == 0
-    moved = f"--resume never: the run in {tmp_path}/run moves to {tmp_path}/run.1"
-    assert moved in capfd.readouterr().out.splitlines()
-    assert not (tmp_path / "run.1").exists()
     assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
     assert (
         f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten"

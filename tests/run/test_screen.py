@@ -19,7 +19,7 @@ from splitppo.rollout import Prompt
 from splitppo.run.resolve import resolve
 from splitppo.run.screen import FIGURES, WIDTH, Screen, cut, fixed, opening, summary
 
-VALIDATION = {"val/score/mean": 0.5, "val/best_so_far": 0.75, "val/best_step": 2.0}
+VALIDATION = {"val/score/mean": 0.5}
 
 
 def lines_of(
@@ -100,11 +100,9 @@ def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(caps
     shown = [int(line.split()[2].split("/")[0]) for line in lines if "tok/s" in line]
     assert shown == [1, 8, 10, 18, 26, 34, 40]
     assert "SKIPPED 1 " in lines[2]
-    assert lines[4] == "[actor]  step 10/40  held-out score 0.500, best 0.750 at step 2"
+    assert lines[4] == "[actor]  step 10/40  held-out score 0.500"
     Screen("actor", 0, 40).step(0, 1.0, {}, VALIDATION)
-    assert capsys.readouterr().out.splitlines() == [
-        "[actor]  step  0/40  held-out score 0.500, best 0.750 at step 2"
-    ]
+    assert capsys.readouterr().out.splitlines() == ["[actor]  step  0/40  held-out score 0.500"]
 
 
 def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
@@ -214,7 +212,7 @@ def test_the_summary_has_scores_times_weights_and_the_next_commands(tmp_path: Pa
 
 
 @pytest.mark.ranks
-def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(
+def test_a_run_ends_with_the_summary_and_starting_it_again_trains_nothing(
     tmp_path: Path, capfd: Any
 ) -> None:
     flags = [
@@ -228,8 +226,9 @@ def test_a_run_ends_with_the_summary_and_starting_it_again_does_nothing(
     assert max(map(len, out.splitlines())) <= WIDTH
     assert f"splitppo export {tmp_path / 'run'}" in out.splitlines()[-1]
     assert str(tmp_path / "run" / "checkpoints" / "step_000001") in out
-    before = sorted(tmp_path.rglob("*"))
+    metrics = tmp_path / "run" / "metrics" / "actor.jsonl"
+    before = metrics.read_bytes(), sorted(tmp_path.rglob("*"))
     assert train.main(flags) == 0
-    assert capfd.readouterr().out.startswith("already finished")
-    assert sorted(tmp_path.rglob("*")) == before
+    assert "done         1 of 1 steps" in capfd.readouterr().out
+    assert (metrics.read_bytes(), sorted(tmp_path.rglob("*"))) == before
     assert train.main([*flags, "--ppo.lam=0.5"]) == 2  # another run
