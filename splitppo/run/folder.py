@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -274,6 +275,18 @@ def facts_of(config: Config) -> dict[str, str]:
     }
 
 
+def command_line() -> str:
+    """The command that started this process, as a shell takes it; of a rank torchrun's, or that of
+    `splitppo train`."""
+    words = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the rank's parent
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    program, *more = words
+    if more and not more[0].startswith("-") and not more[0].endswith(".py"):
+        program, *more = more  # `python .../bin/torchrun`
+    return shlex.join([os.path.basename(program), *more])
+
+
 def new_folder() -> Path:
     """Makes runs/DATE-TIME. If another run has that name, a number follows it."""
     name = time.strftime("%Y%m%d-%H%M%S")
@@ -315,7 +328,7 @@ def write_run_files(
     packages = ("splitppo", "torch", "transformers", "safetensors", "vllm")
     versions = {
         "python": platform.python_version(),
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         **{name: installed(name) for name in packages},
         "git": revision or "not a checkout",
     }

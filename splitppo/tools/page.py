@@ -13,7 +13,15 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.run.files import read_if_there, read_lines, shown
-from splitppo.tools.runs import Run, differences, flat, results_table, settings_table
+from splitppo.tools.runs import (
+    COLOURS,
+    Run,
+    differences,
+    flat,
+    results_table,
+    seeds,
+    settings_table,
+)
 from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, raster, timed_steps
 
 CURVE_POINTS = 2000  # of a curve
@@ -31,7 +39,6 @@ TOKENS = 500
 
 CALIBRATION = ("value", "score", "tokens")  # the means, and how many, of ten ranges of the values
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
-NAMES = ("seed", "run_dir")  # settings in which the seeds of one configuration differ
 
 
 def build_page(folder: Path, run: Run, chosen: int | None) -> str:
@@ -104,6 +111,7 @@ def render(data: dict[str, Any], runs: Sequence[Run]) -> str:
             for run, group in zip(runs, seeds(runs), strict=True)
         ],
         "groups": groups([run.series for run in runs]),
+        "palette": COLOURS,
         "limits": {
             "timelines": TIMELINES,
             "rows": SAMPLE_ROWS,
@@ -119,16 +127,6 @@ def render(data: dict[str, Any], runs: Sequence[Run]) -> str:
 
     template = (files / "report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{([\w.]+)\}\}", part, template)
-
-
-def seeds(runs: Sequence[Run]) -> list[int]:
-    """For each run the number of the first one whose settings differ in nothing but the seed and
-    the names. A run without settings stands alone."""
-    keys = [
-        sorted(item for item in run.settings.items() if item[0] not in NAMES) or number
-        for number, run in enumerate(runs)
-    ]
-    return [keys.index(key) for key in keys]
 
 
 def clocks(series: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:

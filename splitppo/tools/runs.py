@@ -3,10 +3,10 @@ torch."""
 
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from splitppo.config import Config
@@ -29,6 +29,9 @@ COLOURS = (
     "#5c6773",
     "#e08fb0",
 )
+
+
+NAMES = ("seed", "run_dir")  # settings in which the seeds of one configuration differ
 
 
 class Step(NamedTuple):
@@ -96,6 +99,18 @@ def read_columns(run: Path) -> tuple[Column, Column]:
 def seconds(value: float) -> str:
     """Seconds with as many digits as help."""
     return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 3}f} s"
+
+
+# a column of the table of results -> how it shows a number
+RESULTS: dict[str, Callable[[float], str]] = {
+    "steps": "{:.10g}".format,
+    "held-out score: last": "{:.4g}".format,
+    "best": "{:.4g}".format,
+    "training score: last": "{:.4g}".format,
+    "median step": seconds,
+    "tokens/s": "{:,.0f}".format,
+    "total": lambda total: seconds(total) if total < 120 else f"{total / 60:,.1f} min",
+}
 
 
 def curves(actor: Column, critic: Column) -> dict[str, dict[int, float]]:
@@ -177,40 +192,53 @@ def settings_table(runs: Sequence[Run]) -> Rows:
     return [("setting", *(run.name for run in runs)), *(row for row in rows if row[0] != "run_dir")]
 
 
-def results_table(runs: Sequence[Run]) -> Rows:
-    """Heads, and the results of each run; - is not recorded."""
-    rows: Rows = [
-        (
-            "run",
-            "steps",
-            "held-out score: last",
-            "best",
-            "training score: last",
-            "median step",
-            "tokens/s",
-            "total",
-        )
+def seeds(runs: Sequence[Run]) -> list[int]:
+    """For each run the number of the first one whose settings differ in nothing but the seed and
+    the names. A run without settings stands alone."""
+    keys = [
+        sorted(item for item in run.settings.items() if item[0] not in NAMES) or number
+        for number, run in enumerate(runs)
     ]
-    for run in runs:
-        held_out, training, took, speed = (
-            [*run.series.get(name, {}).values()]
-            for name in ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
-        )
-        total = sum(took)
-        steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
-        rows.append(
-            (
-                run.name,
-                str(max(map(max, run.series.values()))),
-                f"{held_out[-1]:.4g}" if held_out else "-",
-                f"{max(held_out):.4g}" if held_out else "-",
-                f"{training[-1]:.4g}" if training else "-",
-                seconds(median(steps)) if steps else "-",
-                f"{median(speed):,.0f}" if speed else "-",
-                "-" if not total else seconds(total) if total < 120 else f"{total / 60:,.1f} min",
-            )
-        )
-    return rows
+    return [keys.index(key) for key in keys]
+
+
+def results_table(runs: Sequence[Run]) -> Rows:
+    """Heads, and the results of each run; then the mean of each group of `seeds`, of what all of
+    them recorded. - is not recorded."""
+    heads = ("run", *RESULTS)
+    results = [_results(run) for run in runs]
+    rows = [(run.name, *_shown(result)) for run, result in zip(runs, results, strict=True)]
+    groups = seeds(runs)
+    for first in dict.fromkeys(groups):
+        members = [results[i] for i, group in enumerate(groups) if group == first]
+        if len(members) > 1:
+            columns = zip(*members, strict=True)
+            means = [None if None in column else fmean(column) for column in columns]
+            rows.append((f"{runs[first].name}: mean of {len(members)} seeds", *_shown(means)))
+    return [heads, *rows]
+
+
+def _results(run: Run) -> list[float | None]:
+    """The numbers of RESULTS, in their order; None is not recorded."""
+    held_out, training, took, speed = (
+        [*run.series.get(name, {}).values()]
+        for name in ("val/score/mean", "critic/score/mean", "timing_s/step", "perf/throughput")
+    )
+    steps = [value for step, value in run.series.get("timing_s/step", {}).items() if step]
+    return [
+        max(map(max, run.series.values())),
+        held_out[-1] if held_out else None,
+        max(held_out, default=None),
+        training[-1] if training else None,
+        median(steps) if steps else None,
+        median(speed) if speed else None,
+        sum(took) or None,
+    ]
+
+
+def _shown(numbers: Sequence[float | None]) -> list[str]:
+    pairs = zip(RESULTS.values(), numbers, strict=True)
+    return ["-" if number is None else show(number) for show, number in pairs]
 
 
 def as_text(table: Rows, width: int = 120) -> list[str]:

@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import shlex
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 import pytest
 
 from splitppo.errors import UserError
+from splitppo.run import folder
 from splitppo.run.files import Tail, parse_record, read_lines
 from splitppo.tools.runs import Step, read_column
 
@@ -118,3 +123,31 @@ def test_the_first_rows_of_a_file_take_no_memory_for_the_others(tmp_path: Path):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "python3 -m splitppo.train --data.system 'Be brief, please.' --run-dir runs/a",
+        "python3 mine.py --steps 2",
+        "/venv/bin/python3 /venv/bin/splitppo eval 'a b'",
+        "python3",
+    ],
+)
+def test_the_command_is_recorded_as_it_was_typed(typed: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", shlex.split(typed))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert folder.command_line() == typed.replace("/venv/bin/python3 /venv/bin/", "")
+
+
+def test_of_a_rank_the_command_is_torchruns(tmp_path: Path, monkeypatch) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("input()")
+    words = ["--nproc_per_node", "2", "mine.py", "--data.system", "It's brief"]
+    command = [sys.executable, "-S", str(torchrun), *words]
+    for python, shown in ((command, command), (command[:1] + command[2:], ["torchrun", *words])):
+        with subprocess.Popen(python, stdin=subprocess.PIPE) as parent:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+            monkeypatch.setattr(os, "getppid", lambda parent=parent: parent.pid)
+            assert shlex.split(folder.command_line()) == [Path(shown[0]).name, *shown[1:]]
+            parent.communicate(b"\n")

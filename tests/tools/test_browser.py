@@ -3,6 +3,7 @@ timeline, the rows, and a page that is loaded again."""
 
 import csv
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -294,6 +295,41 @@ def test_seeds_are_a_mean_and_a_band(show: Opener, tmp_path: Path):
     assert {*names} == {"run", "seed0", "seed2", "other"}
 
 
+def test_the_parts_of_a_reward_are_one_card(show: Opener, tmp_path: Path):
+    names = ["judge/score/mean", "judge/length/mean", "digits/mean", "digits/max"]
+    folders = [write_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(2)]
+    for folder in folders:
+        write_metrics(folder, 12, more=[f"reward/{name}" for name in names])
+    page = show(page_of(folders[0], 7))
+    card = page.locator('#overview [data-metric="critic/reward"]')
+    assert card.locator("output span").all_inner_texts() == ["judge", "digits", "judge/length"]
+    lines = "charts.find((chart) => chart.name === 'critic/reward').lines"
+    found = page.evaluate(f"{lines}.map(({{part, colour, y}}) => [part, colour, y[0]])")
+    assert [line[0] for line in found] == ["judge", "digits", "judge/length"]
+    assert len({line[1] for line in found}) == 3
+    assert [line[2] for line in found] == [pytest.approx(math.sin(i), 1e-4) for i in (1, 3, 2)]
+    with page.expect_download() as saved:
+        card.locator("[data-do=csv]").click()
+    heads, first, *_ = csv.reader(Path(saved.value.path()).read_text().splitlines())
+    assert (heads[4:], first[5]) == (["critic/reward", "part"], "judge")
+    page = show(build_comparison(read_runs(folders)))
+    assert page.evaluate(f"{lines}.map(({{label}}) => label)") == [
+        f"mean of 2 seeds {part}" for part in ("judge", "digits", "judge/length")
+    ]
+    assert show(page_of(write_run(tmp_path / "plain"), 7)).locator(".parts").count() == 0
+
+
+def test_a_phase_is_named_once_in_a_lane(page: Any):
+    page.evaluate(
+        """drawTimeline({step: 7, title: "", length: 9, view: [0, 9], shared: [], lanes: [
+            ["actor", [[7, "score", 0, 3], [7, "score", 3, 7], [8, "score", 7, 9]]],
+            ["critic", [[7, "score", 0, 2]]],
+        ]})"""
+    )
+    labels = page.locator("#timeline-svg .label").all_text_contents()
+    assert labels == ["score", "4.00 s", "score", "of step 8", "score", "2.00 s"]
+
+
 def test_timeline_follows_the_chosen_step(page: Any):
     title, bars = page.locator("#timeline-title"), page.locator("#timeline-svg rect[data-span]")
     own = page.locator("#timeline-svg rect[data-span]:not(.other-step)")
@@ -338,6 +374,11 @@ def test_rows_of_a_prompt_stand_side_by_side_and_stay_text(page: Any):
     assert page.locator(".prompt").count() == 1
     left, right = (answer.bounding_box() for answer in answers.all())
     assert (left["y"], right["x"] > left["x"] + 300) == (right["y"], True)
+    page.select_option("#row-kind", "held-out")
+    page.select_option("#row-step", "")
+    first, second = (card.bounding_box() for card in page.locator(".prompt").all())
+    assert (first["y"], second["x"] > first["x"] + 300) == (second["y"], True), "prompts do, too"
+    page.select_option("#row-kind", "training")
     page.select_option("#row-step", "")
     page.fill("#row-search", "ANSWER 12")
     assert answers.count() == 1

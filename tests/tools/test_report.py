@@ -216,6 +216,22 @@ def test_results_of_runs(two_runs: list[Path]):
     assert results_table([before])[1] == ("before", "0", "0.5", "0.5", "-", "-", "-", "2.00 s")
 
 
+def test_seeds_of_one_configuration_have_a_row_of_means(tmp_path: Path):
+    folders = []
+    for seed, held_out, speed in ((0, 0.25, 300.0), (1, 0.75, 500.0), (2, None, 1000.0)):
+        metrics = {"critic/score/mean": float(seed), "perf/throughput": speed}
+        if held_out is not None:
+            metrics["val/score/mean"] = held_out
+        config = Config(steps=9, seed=seed, run_dir=f"run{seed}")
+        folders.append(compared_run(tmp_path / f"run{seed}", config, {1: metrics}))
+    other = compared_run(tmp_path / "other", Config(steps=8), {1: {"critic/score/mean": 7.0}})
+    _, *rows, means = results_table(read_runs([folders[0], other, *folders[1:]]))
+    assert [row[0] for row in rows] == ["run0", "other", "run1", "run2"]
+    assert means == ("run0: mean of 3 seeds", "1", "-", "-", "1", "-", "600", "-")
+    means = results_table(read_runs([other, *folders[:2]]))[-1]
+    assert means == ("run0: mean of 2 seeds", "1", "0.5", "0.5", "0.5", "-", "400", "-")
+
+
 def test_settings_that_differ_between_runs(two_runs: list[Path]):
     heads, *rows = settings_table(read_runs(two_runs))
     assert heads == ("setting", "long", "short")

@@ -20,6 +20,12 @@ const OVERVIEW = [
 ];
 // by name [[run, steps, values], ...]
 const metrics = new Map(data.groups.flatMap(([, found]) => found));
+// the card of what functions and reward model gave: lines [run, steps, values, part]
+const PARTS = "critic/reward";
+const parts = [...metrics.keys()]
+  .map((name) => name.match(/^critic\/reward(?:_(model)|\/(.+?)(?:\/score)?)\/mean$/))
+  .filter(Boolean)
+  .map(([name, model, part]) => ({name, part: part ?? model}));
 const charts = [];
 const logs = new Set(); // metrics whose own log button was pressed
 const hidden = new Set(); // numbers of runs
@@ -38,6 +44,13 @@ function fillCurves() {
     const found = Object.keys(titles).filter((name) => metrics.has(name));
     const name = found.find((name) => !isConstant(name)) ?? found[0];
     if (name) addChart(byId("overview"), name, titles[name], size);
+  }
+  if (parts.length > 1) {
+    const lines = parts.flatMap(({name, part}) =>
+      metrics.get(name).map((line) => [...line, part]),
+    );
+    metrics.set(PARTS, lines);
+    addChart(byId("overview"), PARTS, "Parts of the reward", "parts");
   }
   for (const [title, found] of data.groups) {
     const names = found.map(([name]) => name).filter((name) => !isConstant(name));
@@ -94,7 +107,7 @@ function fillCurves() {
 
 // What never changes needs no curve.
 function fillConstants() {
-  const names = [...metrics.keys()].filter(isConstant);
+  const names = [...metrics.keys()].filter((name) => name !== PARTS && isConstant(name));
   if (!names.length) return;
   const group = put(byId("groups"), "details", {"data-group": "constants", class: "constants"});
   put(put(group, "summary"), "b", {}, `${names.length} constants`);
@@ -171,13 +184,14 @@ function filterMetrics() {
 function toCsv(chart) {
   const quote = (text) => (/[",\n]/.test(text) ? `"${String(text).replaceAll('"', '""')}"` : text);
   const lines = [["run", "step", "tokens", "hours", chart.name]];
-  for (const [run, steps, values] of metrics.get(chart.name)) {
+  if (chart.name === PARTS) lines[0].push("part");
+  for (const [run, steps, values, ...part] of metrics.get(chart.name)) {
     if (hidden.has(run)) continue;
     steps.forEach((step, i) => {
       const clock = ["tokens", "hours"].map((unit) =>
         data.runs[run].clocks[unit] ? inUnit(run, step, unit) : "",
       );
-      lines.push([data.runs[run].name, step, ...clock, values[i] ?? "nan"]);
+      lines.push([data.runs[run].name, step, ...clock, values[i] ?? "nan", ...part]);
     });
   }
   return lines.map((line) => line.map(quote).join(",")).join("\n") + "\n";

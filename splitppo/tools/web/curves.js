@@ -48,6 +48,14 @@ function smooth(values, share) {
 
 const merged = (lists) => [...new Set(lists.flat())].sort((a, b) => a - b);
 
+const nth = (part) => parts.findIndex((one) => one.part === part);
+
+// Of several runs each has a colour, and the parts of a reward have dashes.
+function lineColour(run, part) {
+  if (compared) return data.runs[run].colour;
+  return part ? data.palette[nth(part) % data.palette.length] : colour("--accent");
+}
+
 // A metric's lines as they are drawn: {run, label, colour, x, y, raw, low, high}; `raw` is what was
 // smoothed.
 function linesOf(name) {
@@ -56,28 +64,31 @@ function linesOf(name) {
   const lines = metrics
     .get(name)
     .filter(([run]) => !hidden.has(run))
-    .map(([run, steps, values]) => {
+    .map(([run, steps, values, part]) => {
       const kept = steps
         .map((step, i) => [inUnit(run, step, unit), step, values[i]])
         .filter(([x]) => x > 0 || !byId("log-x").checked);
       const raw = kept.map(([, , value]) => value);
       const line = {
         run,
-        label: data.runs[run].name,
+        part,
+        label: [...(compared ? [data.runs[run].name] : []), ...(part ? [part] : [])].join(" "),
         x: kept.map(([x]) => x),
         steps: kept.map(([, step]) => step),
         raw,
       };
       return {
         ...line,
-        colour: compared ? data.runs[run].colour : colour("--accent"),
+        colour: lineColour(run, part),
         y: share ? smooth(raw, share) : raw,
       };
     });
   if (!hasBands || !byId("band").checked) return lines;
   const groups = new Map();
-  for (const line of lines)
-    groups.set(data.runs[line.run].group, [...(groups.get(data.runs[line.run].group) ?? []), line]);
+  for (const line of lines) {
+    const key = `${data.runs[line.run].group} ${line.part}`;
+    groups.set(key, [...(groups.get(key) ?? []), line]);
+  }
   return [...groups.values()].map((members) => (members.length > 1 ? meanOf(members) : members[0]));
 }
 
@@ -92,7 +103,7 @@ function meanOf(members) {
   return {
     ...members[0],
     colour: data.runs[data.runs[members[0].run].group].colour,
-    label: `mean of ${members.length} seeds`,
+    label: `mean of ${members.length} seeds${members[0].part ? ` ${members[0].part}` : ""}`,
     x,
     steps: null,
     y,
@@ -181,6 +192,7 @@ function draw(chart) {
     if (line.raw !== line.y) add(line, line.raw, {stroke: faint(line)});
     const few = line.x.length <= 15;
     add(line, line.y, {
+      dash: compared && line.part && nth(line.part) ? [9 / nth(line.part), 4] : undefined,
       points: {show: few, size: 5, fill: line.colour, filter: few ? undefined : alone},
     });
     series[series.length - 1].line = line;
@@ -310,13 +322,14 @@ function tell(chart, x) {
     put(
       chart.output,
       "b",
-      compared ? {style: `color: ${line.colour}`, title: line.label} : {},
+      compared || line.part ? {style: `color: ${line.colour}`, title: line.label} : {},
       number(value, 3),
     );
+    if (line.part) put(chart.output, "span", {}, line.part);
     chart.output.append(" ");
     if (line.low && line.y[i] !== null)
       chart.output.append(`${number(line.low[i], 3)} to ${number(line.high[i], 3)}; `);
-    if (compared) continue;
+    if (compared || line.part) continue;
     const smoothed = line.raw === line.y ? "" : `, smooth ${number(line.y[i], 3)}`;
     const finite = line.raw.filter((value) => value !== null);
     const ends =
@@ -329,5 +342,5 @@ function tell(chart, x) {
         : `${place(line.x[i])}${smoothed}${ends}`,
     );
   }
-  if (compared) chart.output.append(x === null ? "last" : place(x));
+  if (compared || chart.name === PARTS) chart.output.append(x === null ? "last" : place(x));
 }

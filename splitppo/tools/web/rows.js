@@ -117,7 +117,9 @@ function drawScale() {
 }
 
 function drawPrompt(group, scale) {
-  const card = put(byId("prompts"), "article", {class: "card prompt"});
+  // as wide as its rows need, so that prompts with few of them stand side by side
+  const style = `flex-basis: ${300 * group.length}px`;
+  const card = put(byId("prompts"), "article", {class: "card prompt", style});
   const first = group[0];
   const about = [
     first.kind === "training" ? `step ${first.step}` : "held-out",

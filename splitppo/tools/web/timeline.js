@@ -127,7 +127,10 @@ function drawTimeline(timeline) {
   timeline.lanes.forEach(([lane, spans], i) => {
     const y = LANE.top + i * (LANE.height + LANE.gap);
     put(svg, "text", {class: "lane", x: LANE.left - 8, y: y + LANE.height / 2 + 4}, lane);
-    for (const span of spans) drawSpan(svg, timeline, lane, span, x, y);
+    for (const span of spans) {
+      const named = spans.every((other) => !samePhase(span, other) || length(other) <= length(span));
+      drawSpan(svg, timeline, lane, span, x, y, named);
+    }
   });
   const middle = LANE.top + LANE.height + LANE.gap / 2;
   put(svg, "text", {class: "lane", x: LANE.left - 8, y: middle + 4}, "both");
@@ -142,7 +145,11 @@ function drawTimeline(timeline) {
   }
 }
 
-function drawSpan(svg, timeline, lane, [step, name, start, end], x, y) {
+const length = ([, , start, end]) => end - start;
+const samePhase = ([step, name], [otherStep, otherName]) => step === otherStep && name === otherName;
+
+// `named`: whether the box has its phase's name in it, as the longest of its lane does.
+function drawSpan(svg, timeline, lane, [step, name, start, end], x, y, named) {
   const left = x(start),
     room = x(end) - left,
     wait = name.startsWith("wait_"),
@@ -168,6 +175,7 @@ function drawSpan(svg, timeline, lane, [step, name, start, end], x, y) {
     byId("span-readout").textContent = told;
   });
   box.addEventListener("pointerleave", tellHint);
+  if (!named) return;
   const shade = wait || !own ? "plain" : ink(data.colours[name]);
   const figure = own ? seconds(end - start) : `of step ${step}`;
   for (const lines of [
