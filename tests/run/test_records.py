@@ -142,11 +142,13 @@ def test_the_command_is_recorded_as_it_was_typed(typed: str, monkeypatch) -> Non
 
 def test_of_a_rank_the_command_is_torchruns(tmp_path: Path, monkeypatch) -> None:
     torchrun = tmp_path / "torchrun"
-    torchrun.write_text("input()")
+    torchrun.write_text("print('up', flush=True)\ninput()")
     words = ["--nproc_per_node", "2", "mine.py", "--data.system", "It's brief"]
     command = [sys.executable, "-S", str(torchrun), *words]
     for python, shown in ((command, command), (command[:1] + command[2:], ["torchrun", *words])):
-        with subprocess.Popen(python, stdin=subprocess.PIPE) as parent:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(python, stdin=pipe, stdout=pipe) as parent:
+            assert parent.stdout and parent.stdout.readline()
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
             monkeypatch.setattr(os, "getppid", lambda parent=parent: parent.pid)
             assert shlex.split(folder.command_line()) == [Path(shown[0]).name, *shown[1:]]
