@@ -1,5 +1,5 @@
-"""A teacher beside a student, 1+1 against colocated, on two GPUs: what a step costs, and how much of
-the teacher's time is hidden behind the rollout.
+"""A teacher beside a student, 1+1 against colocated, on two GPUs: what a step costs, and how much
+of the teacher's time is hidden behind the rollout.
 
     PYTHONPATH=. python tests/gpu/teacher.py OUT [--student 0.5B] [--teacher 7B] -- TRAINER FLAGS
 
