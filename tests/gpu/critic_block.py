@@ -33,7 +33,7 @@ from critic_plan import (
     STEPS,
     write_sums,
 )
-from critic_tables import best_rate, printed, read_lines
+from critic_tables import best_rate, printed, read_all, read_lines
 
 ROOT = Path(__file__).parents[2]
 TRIES = 2
@@ -291,11 +291,11 @@ def main() -> int:
     run.add_argument("--steps", type=int, default=STEPS)
     run.add_argument("--rows", type=int, default=ROWS)
     table = parts.add_parser("table")
-    table.add_argument("file", type=Path)
+    table.add_argument("files", type=Path, nargs="+", help="the first one's plan; runs of all")
     options = parser.parse_args(mine.split())
     if options.part == "run":
         return make_runs(options, extra.split())
-    print(printed(*read_lines(options.file)))
+    print(printed(*read_all(options.files)))
     return 0
 
 

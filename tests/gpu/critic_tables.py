@@ -30,6 +30,17 @@ def read_lines(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return first, runs
 
 
+def read_all(files: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `read_lines`, of several files: the first one's plan and arms, the fresh seeds of all."""
+    first, runs = read_lines(files[0])
+    arms = {run["arm"] for run in runs}
+    for file in files[1:]:
+        more, others = read_lines(file)
+        first["seeds"] += more["seeds"]
+        runs += [r for r in others if r["arm"] in arms and r["seed"] in more["seeds"]]
+    return first, runs
+
+
 def mean_over_steps(run: dict[str, Any], column: int = 1) -> float:
     """Mean held-out score over the updates, by the trapezoid rule."""
     points = [(float(line[0]), line[column]) for line in run["held_out"]]
@@ -303,7 +314,7 @@ def explained_table(arms: Runs) -> Table:
             step = round(rows / ROWS)
             near = slice(max(0, step - 2), step + 1)
             cells = [
-                str(estimate([fmean(run[place][near]) for run in kept if run[place][near]]))
+                str(estimate([fmean(part) for run in kept if (part := run.get(place, [])[near])]))
                 for kept in explained.values()
             ]
             table.append([f"{title}, {rows:,} rows", *cells])
