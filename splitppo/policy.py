@@ -53,7 +53,6 @@ class Policy:
         self.group = learner.runner.group
         self.dtype = dtype
         self.surrogate = surrogate or Surrogate(context)
-        self.staleness = Staleness(context)
         self.lesson = (Lesson if context.config.has_teacher else NoLesson)(context, outputs)
         self._outputs = outputs
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
@@ -163,7 +162,7 @@ class Policy:
         if not figures and not waits and self.group.is_first:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics = learning_metrics("actor", "pg_loss", figures, names)
-        metrics |= importance | self.staleness.of_update(figures)
+        metrics |= importance
         self.trained |= len(figures) > metrics["actor/skipped"]
         rate = self.learner.learning_rate(step) if step > self.learner.waited else 0.0
         return metrics | {"actor/lr": rate}
@@ -183,7 +182,6 @@ class Policy:
         return {
             **dict(zip(("old", "ref"), logprobs, strict=False)),
             **dict(zip(self.lesson.names, signals, strict=True)),
-            **self.staleness.columns(rollout),
         }
 
     def _objective(
@@ -194,7 +192,7 @@ class Policy:
             model, batch, columns, entropy=ppo.entropy_coef > 0
         )
         loss, metrics = self.surrogate.run(logprobs, columns, batch.lengths)
-        metrics |= self.staleness.of_loss(logprobs, columns) | lesson_metrics
+        metrics |= lesson_metrics
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, columns["ref"], ppo.kl_loss_kind)
             terms.append((ppo.kl_loss_coef, kl))
@@ -366,33 +364,3 @@ class Lesson(NoLesson):
         }
         coef = self.distill.coef if self.distill.top_k else 0.0
         return logprobs, entropies, [(coef, divergence)], metrics
-
-
-class Staleness:
-    """With windows, tokens are trained on that former policies sampled: how far the policy has
-    moved since, by the tokens' age."""
-
-    def __init__(self, context: Context):
-        ppo = context.config.ppo
-        self.windows = context.config.rollout.window > 0
-        self.clip = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-
-    def columns(self, rollout: Rollout) -> Fields:
-        """What `of_loss` reads of each token, `[N]` by name."""
-        columns = {"sampled": rollout.logprobs(), "age": rollout.ages().float()}
-        return columns if self.windows else {}
-
-    def of_loss(self, logprobs: Tensor, columns: Fields) -> dict[str, Tensor]:
-        """Of the policy's new log-probs `[N]`."""
-        if not self.windows:
-            return {}
-        return algo.staleness(logprobs, columns["sampled"], columns["age"], **self.clip)
-
-    def of_update(self, figures: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Of the first optimizer step alone, before which the policy had not been trained.
-        `figures`: of each step."""
-        if not figures or not self.windows:
-            return {}
-        first = {name: figures[0][name] for name in algo.STALENESS}
-        ess = first["stale_ratio"] ** 2 / first["stale_square"]
-        return {f"actor/{name}": figure for name, figure in first.items()} | {"window/ess": ess}

@@ -66,9 +66,7 @@ def of_rows(loss: Callable[..., Any], count: int, *, lengths: bool = True) -> Ca
 
 aggregate_loss = of_rows(algo.aggregate_loss, 1)
 value_loss = of_rows(algo.value_loss, 3)
-bounded_value_loss = of_rows(algo.bounded_value_loss, 2)
 ppo_loss = of_rows(algo.policy_loss, 3)
-staleness = of_rows(algo.staleness, 3, lengths=False)
 
 
 # Statistics
@@ -587,31 +585,6 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
 
 
-@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum"])
-def test_the_loss_of_bounded_values_is_a_loop_over_tokens(aggregate: Aggregate):
-    low, high = -1.0, 3.0
-    logits = t([0.3, -2.0], [1.5, NAN]).requires_grad_()
-    returns, mask = t([-1.0, 3.0], [0.5, NAN]), t([1, 1], [1, 0])
-    losses, slopes, values = [], [], []
-    for x, target in ((0.3, -1.0), (-2.0, 3.0), (1.5, 0.5)):
-        p, y = 1 / (1 + math.exp(-x)), (target - low) / (high - low)
-        losses.append(-y * math.log(p) - (1 - y) * math.log(1 - p))
-        slopes.append(p - y)
-        values.append(low + (high - low) * p)
-    count = 3 if aggregate == "token_mean" else 2
-    loss, metrics = bounded_value_loss(
-        logits, returns, mask, bounds=(low, high), aggregate=aggregate
-    )
-    same(loss, sum(losses) / count)
-    same(gradient(loss, logits), [x / count for x in slopes[:2]], [slopes[2] / count, 0.0])
-    same(metrics["vpred_mean"], sum(values) / 3)
-    same(metrics["vf_clipfrac"], 0.0)
-    same(algo.bounded_values(t(0.3, -2.0, 1.5), (low, high)), *values)
-    same(algo.bounded_logits(t(*values), (low, high)), 0.3, -2.0, 1.5)
-    same(algo.bounded_logits(t(low, high), (low, high)), -math.log(99), math.log(99))
-    assert algo.bounded_values(logits, None) is algo.bounded_logits(logits, None) is logits
-
-
 UNIT = 2.0**-24  # half the distance of float32 numbers near 1
 WRONG = [(0, False), (2, False), (-3, False), (64, True), (-64, True)]  # by so many; teaches
 
@@ -629,29 +602,6 @@ def test_values_that_are_returns_but_for_rounding_teach_nothing(score, wrong, te
         values, values, returns, torch.tensor(lengths), clip=0.2, aggregate="token_mean"
     )
     assert bool(gradient(loss, values).any()) == teaches
-
-
-@pytest.mark.parametrize(("wrong", "teaches"), WRONG)
-@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-30.0, 20.0), (-1.0, 0.9)])
-@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3])
-def test_bounded_values_that_are_returns_but_for_rounding_teach_nothing(
-    score, bounds, wrong, teaches
-):
-    logits = algo.bounded_logits(torch.full((5,), score), bounds).requires_grad_()
-    returns = torch.full((5,), score + wrong * UNIT * max(map(abs, bounds)))
-    loss, _ = algo.bounded_value_loss(
-        logits, returns, torch.tensor([3, 2]), bounds=bounds, aggregate="token_mean"
-    )
-    assert bool(gradient(loss, logits).any()) == teaches
-
-
-def test_bounded_values_that_are_sure_and_wrong_lose_no_infinity():
-    logits = t([-200.0, 200.0]).requires_grad_()
-    loss, _ = bounded_value_loss(
-        logits, t([1, 0]), t([1, 1]), bounds=(0.0, 1.0), aggregate="token_mean"
-    )
-    same(loss, 200.0)
-    same(gradient(loss, logits), [[-0.5, 0.5]])
 
 
 def test_entropy_by_hand():
@@ -820,12 +770,7 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
     "aggregate_loss": (lambda x: algo.aggregate_loss(x, ROWS, "seq_mean_token_mean"), 1),
     "policy_loss": (lambda *x: LOSSES.policy_loss(*x, ROWS, **CLIPS), 3),
     "weighted policy_loss": (lambda *x: LOSSES.policy_loss(*x[:3], ROWS, weights=x[3], **CLIPS), 4),
-    "staleness": (lambda *x: LOSSES.staleness(*x, clip_low=0.2, clip_high=0.2), 3),
     "value_loss": (lambda *x: LOSSES.value_loss(*x, ROWS, clip=None, aggregate="token_mean"), 3),
-    "bounded_value_loss": (
-        lambda *x: LOSSES.bounded_value_loss(*x, ROWS, bounds=(0.0, 1.0), aggregate="token_mean"),
-        2,
-    ),
 }
 
 
@@ -887,25 +832,6 @@ def test_the_adaptive_lambda_is_vapos():
     """arXiv:2504.05118: 1 - 1 / (alpha l), at least 0; rows of 0, 10 and 40 tokens."""
     same(algo.adaptive_lambda([0, 10, 40], 0.05), 0.0, 0.0, 0.5)
     same(algo.adaptive_lambda([0, 10, 40], 0.2), 0.0, 0.5, 0.875)
-
-
-def test_staleness_is_by_age_and_on_the_bounds_nothing_is_outside():
-    ratios, age = [0.5, 1.0, 1.5, 1.3, 3.0, NAN], t([0, 1, 1, 2, 3, 0])
-    sampled, mask = t([-1.0] * 6), t([1, 1, 1, 1, 1, 0])
-    logprobs = sampled + t(ratios).log()
-    found = staleness(logprobs, sampled, age, mask, clip_low=0.2, clip_high=0.4)
-    want = {
-        "stale_age_0": 0.2,
-        "stale_age_1": 0.2,
-        "stale_age_2_or_more": 0.2,
-        "stale_ratio": 7.3 / 5,
-    }
-    want["stale_square"] = (0.25 + 1 + 2.25 + 1.69 + 9) / 5
-    assert {name: float(x) for name, x in found.items()} == pytest.approx(want, rel=1e-12)
-    on = staleness(
-        sampled[:, :1], sampled[:, :1], age[:, :1], mask[:, :1], clip_low=0.0, clip_high=0.0
-    )
-    same(on["stale_age_0"], 0.0)
 
 
 # Schedule

@@ -157,7 +157,7 @@ def test_the_best_rate_is_of_the_mean_over_seeds() -> None:
 
 
 def test_an_arm_without_a_value_model_takes_no_settings_of_one() -> None:
-    flags = "--steps 3 --value.optim.lr 2e-5 --value.range 0 1 --ppo.value-epochs 2 --ppo.lam 0.95"
+    flags = "--steps 3 --value.optim.lr 2e-5 --value.layers 2 --ppo.value-epochs 2 --ppo.lam 0.95"
     batch = ["--ppo.baseline", "batch"]
     assert flags_of(batch, flags.split()) == ["--steps", "3", "--ppo.lam", "0.95", *batch]
     assert flags_of(["--value.layers", "8"], flags.split()) == [

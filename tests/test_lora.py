@@ -100,7 +100,7 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
     ("world", "kinds", "changes"),
     [
         wide(2, "policy", {"placement__actor": 1, "policy__lora__targets": " ".join(TARGETS)}),
-        wide(3, "value", {"placement__actor": 2, "compute__gather": "mini_batch"}),
+        wide(3, "value", {"placement__actor": 2}),
         wide(
             2, "policy value", {"placement__actor": 1, "policy__lora__path": "", "slow": "critic"}
         ),

@@ -391,8 +391,7 @@ def test_the_critics_state_goes_through_json():
             Critic(context_of(*ppo), group, mean, cast(Any, None), None)
             for ppo in (adaptive, adaptive, fixed)
         )
-        fresh = {"ended": False, "best": None, "stale": 0}
-        due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}, "pretraining": fresh}
+        due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}}
         assert before.state() == due | {"scored_by": before.scored_by}
         before.kl.coef = 0.37
         before.past_scores = algo.moments(torch.tensor([1.0, 3.0, -5.0, 1.0]))

@@ -147,7 +147,6 @@ def case_rank(folders, runtime, role, packed, cases):
         learner = make_learner(
             folder, kind, runtime, role, packed=packed, checkpointing=checkpointing
         )
-        learner.gather_once = number % 3 == 1
         rollout, *_ = rows_of(learner)
         before = full_weights(learner)
         for weight, parameter in learner.sharded().items():

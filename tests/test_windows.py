@@ -29,10 +29,8 @@ from test_flagship import (
 )
 from tiers import wide
 
-from splitppo import algo
-from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, ValueConfig, rules
+from splitppo.config import Config, PlacementConfig, PPOConfig, RolloutConfig, rules
 from splitppo.config.cli import parse
-from splitppo.critic.pretraining import Pretraining
 from splitppo.engine import Ask, Piece
 from splitppo.errors import UserError
 from splitppo.generator.sampler import OpenRow, Sampler
@@ -133,7 +131,6 @@ def test_the_trainers_log_probs_with_token_weights(inputs, tmp_path):
         True,
         True,
     ]
-    assert [line["window/ess"] < 1 - 1e-5 for line in seen["lines"][:STEPS]] == [False, True, True]
 
 
 def test_a_step_in_which_no_row_ends_trains_nothing(inputs, tmp_path):
@@ -506,24 +503,6 @@ def test_whose_log_probs_are_the_old_ones():
     assert decoupled.old_logprobs == "trainer"
     rules.check(decoupled)
     assert Config(ppo=PPOConfig(old_logprobs="engine")).old_logprobs == "engine"
-
-
-def test_how_far_the_policy_has_moved_by_age():
-    """Ratios 1, 1.3 and 0.5 of ages 0, 1 and 1, then 1.1 and 2 of ages 2 and 3; the clip range is
-    0.8 to 1.2."""
-    ratios, ages = [1.0, 1.3, 0.5, 1.1, 2.0], [0.0, 1.0, 1.0, 2.0, 3.0]
-    sampled = torch.tensor([-1.0] * 3 + [-2.0, -2.0])
-    logprobs = sampled + torch.tensor(ratios).log()
-    found = algo.staleness(logprobs, sampled, torch.tensor(ages), clip_low=0.2, clip_high=0.2)
-    due = [0.0, 2 / 5, 1 / 5, sum(ratios) / 5, sum(r * r for r in ratios) / 5]
-    assert [float(found[name]) for name in algo.STALENESS] == pytest.approx(due)
-
-
-def test_a_step_without_rows_says_nothing_of_pretraining():
-    config = Config(value=ValueConfig(pretrain_steps=4, pretrain_patience=1))
-    pretraining = Pretraining(cast(Any, SimpleNamespace(config=config)), lambda: None)
-    pretraining.finish(1, None)
-    assert (pretraining.runs(2), pretraining.state()["best"]) == (True, None)
 
 
 def test_a_mask_in_place_of_a_clip_is_warned_of():

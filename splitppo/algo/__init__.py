@@ -30,23 +30,17 @@ from splitppo.algo.advantages import (
 )
 from splitppo.algo.distillation import Divergence, buckets, divergence
 from splitppo.algo.losses import (
-    STALENESS,
     Aggregate,
     aggregate_loss,
     aggregate_weight,
-    bounded_logits,
-    bounded_value_loss,
-    bounded_values,
     entropy,
     importance_weights,
     mean,
     policy_loss,
-    staleness,
     value_loss,
 )
 
 __all__ = [
-    "STALENESS",
     "Aggregate",
     "Divergence",
     "KLKind",
@@ -55,9 +49,6 @@ __all__ = [
     "aggregate_loss",
     "aggregate_weight",
     "all_moments",
-    "bounded_logits",
-    "bounded_value_loss",
-    "bounded_values",
     "buckets",
     "clamp_log_ratio",
     "divergence",
@@ -71,7 +62,6 @@ __all__ = [
     "moments",
     "policy_loss",
     "rewards_to_go",
-    "staleness",
     "token_rewards",
     "turn_baseline",
     "value_loss",

@@ -9,7 +9,6 @@ from torch import Tensor
 from splitppo.algo.advantages import LOG_RATIO, ROUNDING, check_shapes, clamp_log_ratio
 
 Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
-STALENESS = ("stale_age_0", "stale_age_1", "stale_age_2_or_more", "stale_ratio", "stale_square")
 
 
 def mean(x: Tensor) -> Tensor:
@@ -111,27 +110,6 @@ def policy_loss(
     return aggregate_loss(losses, lengths, aggregate), _means(figures, ratio.dtype)
 
 
-def staleness(
-    logprobs: Tensor, sampled: Tensor, age: Tensor, *, clip_low: float, clip_high: float
-) -> dict[str, Tensor]:
-    """How far the policy has moved from those that sampled the tokens; `STALENESS`, 0-d tensors.
-
-    All tensors `[N]`; `sampled`: the behaviour log-probs; `age`: steps since a token was
-    sampled. The shares are of all tokens: those of an age whose ratio to the behaviour
-    policy lies outside the clip range. Then the means of the ratio and of its square: the square of
-    the one over the other is the ratios' effective sample size.
-    """
-    check_shapes(1, logprobs=logprobs, sampled=sampled, age=age)
-    ratio = clamp_log_ratio(logprobs - sampled).exp()
-    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    figures = [
-        *(outside & of_age for of_age in (age == 0, age == 1, age >= 2)),
-        ratio,
-        ratio.square(),
-    ]
-    return _means(dict(zip(STALENESS, figures, strict=True)), ratio.dtype)
-
-
 def importance_weights(
     old: Sequence[Tensor], engine: Sequence[Tensor], kind: str, cap: float
 ) -> tuple[list[Tensor], dict[str, float]]:
@@ -153,13 +131,6 @@ def importance_weights(
         "importance_mean": sum(float(w.sum()) for w in weights),
         "importance_capped": capped,
     }
-
-
-def _without_rounding(losses: Tensor, errors: Tensor, size: Tensor | float) -> Tensor:
-    """Token losses `[N]` of values that differ from their targets by `errors`. A token has no
-    gradient if its error is within float32's rounding of numbers of this size: AdamW would make
-    full steps of it."""
-    return torch.where(errors.abs() < ROUNDING * size, losses.detach(), losses)
 
 
 def value_loss(
@@ -189,56 +160,11 @@ def value_loss(
     if clip is not None:
         clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     losses = 0.5 * torch.maximum(plain, clipped)
-    losses = _without_rounding(losses, values - returns, returns.abs())
+    # AdamW would make full steps of rounding
+    same = (values - returns).abs() < ROUNDING * returns.abs()
+    losses = torch.where(same, losses.detach(), losses)
     metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": values}, values.dtype)
     return aggregate_loss(losses, lengths, aggregate), metrics
-
-
-def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """`low + (high - low) * sigmoid(logits)`, any shape: values between two bounds, in the returns'
-    unit. Without bounds the outputs are the values."""
-    if bounds is None:
-        return logits
-    low, high = bounds
-    return low + (high - low) * logits.sigmoid()
-
-
-def bounded_logits(values: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """The inverse of `bounded_values`. A value nearer to a bound than 1 % of the range counts as
-    that near."""
-    if bounds is None:
-        return values
-    low, high = bounds
-    return ((values - low) / (high - low)).logit(0.01)
-
-
-def bounded_value_loss(
-    logits: Tensor,
-    returns: Tensor,
-    lengths: Tensor,
-    *,
-    bounds: tuple[float, float],
-    aggregate: Aggregate,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of bounded values: `(loss, metrics)`, 0-d tensors.
-
-    Tensors are `[N]`, the rows' `lengths` `[B]`.
-    With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
-    `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
-    Monte-Carlo returns in [low, high]: of the losses for a probability, this one makes p their
-    mean. Gradient flows into `logits` only, and not where the value is R but for float32's
-    rounding. Metrics, as of `value_loss`: `vf_clipfrac`, always 0;
-    `vpred_mean`, of the values.
-    """
-    check_shapes(1, logits=logits, returns=returns)
-    low, high = bounds
-    share = (returns.detach() - low) / (high - low)
-    # log(1 - sigmoid(x)) is -softplus(x), and log(sigmoid(x)) is x - softplus(x): neither overflows
-    losses = torch.nn.functional.softplus(logits) - share * logits
-    values = bounded_values(logits, bounds)
-    losses = _without_rounding(losses, values - returns, max(abs(low), abs(high)))
-    figures = {"vf_clipfrac": torch.zeros_like(logits), "vpred_mean": values}
-    return aggregate_loss(losses, lengths, aggregate), _means(figures, logits.dtype)
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -130,10 +130,6 @@ class ComputeConfig:
     allows it; and wherever rows are shared (`fsdp.sequence_parallel`)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers with torch.compile, with dynamic lengths. `auto`: on GPUs."""
-    gather: Literal["layer", "mini_batch"] = "layer"
-    """When weights are gathered and gradients reduced. `layer`: at each layer of each micro-batch;
-    least memory. `mini_batch`: once per mini-batch; holds whole weights and gradients, in bfloat16
-    6 bytes a parameter."""
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass."""
 
@@ -179,8 +175,8 @@ class LogConfig:
     """Score held-out prompts before the first step, every n steps, and after the last step. 0:
     never. Files without `data.validation_files` have no held-out prompts: never."""
     validate_samples: int = 1
-    """Responses per held-out prompt. Above 1: also the best's score, the majority's, and pass@k of
-    scores in [0, 1]."""
+    """Responses per held-out prompt. Above 1: also the best's score, and pass@k of scores in
+    [0, 1]."""
     validate_temperature: float = 0.0
     """Sampling temperature of these responses. 0: greedy, one sample."""
     stop_at: float | None = None

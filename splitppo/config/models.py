@@ -138,10 +138,6 @@ class ValueConfig:
     head: Literal["zero", "normal"] = "zero"
     """Initial scalar head if `path` holds none: all zero, with the first rollout's mean return as
     its bias, or N(0, 1/hidden size)."""
-    range: tuple[float, float] | None = None
-    """Lowest and highest return, after shaping: values lie between them, by a sigmoid, and learn by
-    cross-entropy on the whole rewards-to-go, without `ppo.value_clip`. Needs `ppo.gamma` and
-    `ppo.lam_value` 1, `ppo.kl_coef` 0. Unset: any value, by squared error."""
     layers: int | None = None
     """Use the first so many layers of the body, with its final norm. Unset: all."""
     tensor_parallel: int | None = None
@@ -155,9 +151,6 @@ class ValueConfig:
     Then it is saved as RUN/pretrained_value, for `value.path` of other runs."""
     pretrain_epochs: int = 4
     """Passes over the rollout in each of these steps."""
-    pretrain_patience: int = 5
-    """Pretraining ends early after this many steps without a new highest explained variance on
-    fresh rows. 0: never."""
     offload: Offload = "auto"
     """As `policy.offload`."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -272,7 +272,6 @@ class Critic:
             "scores": [float(part) for part in vars(self.past_scores).values()],
             "scored_by": self.scored_by,
             "failing": self.failing,
-            "pretraining": self.pretraining.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -283,7 +282,6 @@ class Critic:
         if state["scored_by"] == self.scored_by:
             self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
         self.failing = state["failing"]
-        self.pretraining.load_state(state["pretraining"])
 
     def update(self, plan: StepPlan, scored: ScoredRows, estimate: Estimate) -> dict[str, Any]:
         """The value model's update, if the run has one; returns its metrics."""
@@ -294,7 +292,7 @@ class Critic:
             estimate.returns,
             pretraining=self.pretraining.runs(plan.step),
         )
-        self.pretraining.finish(plan.step, estimate.metrics.get("critic/vf_explained_var"))
+        self.pretraining.finish(plan.step)
         return metrics
 
     def samples(self, step: int, scored: ScoredRows, estimate: Estimate) -> list[dict[str, Any]]:

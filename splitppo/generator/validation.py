@@ -13,8 +13,8 @@ from splitppo.engine import RolloutEngine, row_seed
 from splitppo.generator.sampler import SINGLE_TURN, Player, Sampler, SingleTurn
 from splitppo.job.collectives import Group
 from splitppo.rewards.samples import record
-from splitppo.rewards.scorer import Pending, Scored, Scorer, ToScore, say_failures, to_score
-from splitppo.rewards.summary import Response, answer, metrics
+from splitppo.rewards.scorer import Pending, Scored, Scorer, say_failures, to_score
+from splitppo.rewards.summary import Response, metrics
 from splitppo.rollout import Episode, add_turn_rewards
 
 NO_ROW = -1  # training's rows count from 0; the seed of this one is validation's
@@ -56,13 +56,12 @@ class Validator:
         responses = []
         lines = []
         failures = []
-        for episode, text, scored, score in self._scored_rows(sampler):
+        for episode, scored, score in self._scored_rows(sampler):
             responses.append(
                 Response(
                     episode.row,
                     score,
                     dict(scored.figures),
-                    answer(text),
                     episode.tokens,
                     cut=episode.truncated,
                     failed=bool(scored.failures) or episode.end == "failed",
@@ -86,23 +85,22 @@ class Validator:
             [prompt.data_source for prompt in prompts],
         )
 
-    def _scored_rows(self, sampler: Sampler) -> Iterator[tuple[Episode, str, Scored, float]]:
-        """This rank's rows: each with its text, what the rewards said of it, and its whole
-        score."""
+    def _scored_rows(self, sampler: Sampler) -> Iterator[tuple[Episode, Scored, float]]:
+        """This rank's rows: each with what the rewards said of it, and its whole score."""
         config = self.context.config
         n = config.log.validate_samples
         mine = range(self.group.dp_rank, len(self.context.held_out), self.group.dp_size)
         rows = [prompt * n + j for prompt in mine for j in range(n)]
         sampling = replace(config.rollout, temperature=config.log.validate_temperature)
         seed = row_seed(config.seed, NO_ROW, 0)
-        batches: list[tuple[list[Episode], list[ToScore], Pending]] = []
+        batches: list[tuple[list[Episode], Pending]] = []
         for finished in sampler.generate(self.engine, 1, rows, sampling, seed, self.group):
             if finished:
                 asks = [to_score(self.context, sampler.prompt(row.row), row) for row in finished]
                 # the scorer works while the engine generates
-                batches.append((finished, asks, self.scorer.submit(asks)))
-        for episodes, asks, pending in batches:
+                batches.append((finished, self.scorer.submit(asks)))
+        for episodes, pending in batches:
             results = self.group.of_first(pending)
             of_rewards = torch.tensor([result.score for result in results], dtype=torch.float64)
             scores = add_turn_rewards(of_rewards, episodes).tolist()
-            yield from zip(episodes, (text for _, text, *_ in asks), results, scores, strict=True)
+            yield from zip(episodes, results, scores, strict=True)

@@ -185,22 +185,6 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     return config
 
 
-def bound(
-    config: PretrainedConfig, value_range: tuple[float, float] | None, folder: str
-) -> PretrainedConfig:
-    """A value model's configuration with the range of its values. Raises UserError if the folder's
-    head was trained for another one."""
-    trained = getattr(config, "value_range", None)
-    if trained and tuple(trained) != value_range:
-        raise UserError(
-            f"value.range={value_range}: the head in {folder} was trained with another one; "
-            "set --value.range {:g} {:g}".format(*trained)
-        )
-    if value_range:
-        cast(Any, config).value_range = list(value_range)
-    return config
-
-
 def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> PretrainedConfig:
     """A reward model's configuration with the label whose probability is the score; None: it has
     one label, whose number is the score. Raises UserError if it gives no scores, or has no such

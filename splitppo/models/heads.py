@@ -68,8 +68,8 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A causal model's body with a scalar head `score` on its last hidden states. The body is named
     as in the causal model and its folder (`base_model_prefix`). The head runs in float32, in which
-    values near each other differ. With `value_range` in the configuration its outputs are logits of
-    bounded values. A reward model for packed rows is the same with a head of its own."""
+    values near each other differ. A reward model for packed rows is the same with a head of its
+    own."""
 
     float32 = ("score",)
 
@@ -81,7 +81,7 @@ class ValueModel(nn.Module):
         self.score = score or nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
 
     def forward(self, at: Tensor, **inputs: Any) -> Tensor:
-        """`[N, 1]` values, or their logits, of the states `at` `[N]` in the flattened ids."""
+        """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
         return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
 
@@ -196,12 +196,6 @@ class PolicyOutputs:
 def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Values `[N]` float32 of the states in which the response tokens were chosen: one position
     before each."""
-    bounds = getattr(model.config, "value_range", None)
-    return algo.bounded_values(head_outputs(model, batch), bounds)
-
-
-def head_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """As `value_outputs`; logits `[N]` if the values are bounded."""
     return batch.join(model(batch.before, **batch.inputs)[:, 0].float())
 
 

@@ -15,7 +15,7 @@ from splitppo.models.names import buffers_of
 from splitppo.models.offload import HostShards, HostState, Offloaded, state_of
 from splitppo.models.runner import Outputs, Runner
 from splitppo.models.sequence import sequence_of
-from splitppo.models.sharding import gradient_norm, keep_gathered, local, shard_again
+from splitppo.models.sharding import gradient_norm, local
 from splitppo.models.trainable import Trainable
 from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Rollout
@@ -38,8 +38,6 @@ class Learner:
         optim: AdamW and its schedule over the run's `steps`.
         flops: of a token's forward and backward pass.
         aggregate: how token losses become one number (`algo.aggregate_loss`).
-        gather_once: gather weights and reduce gradients once per mini-batch, not once per
-            micro-batch.
         offload: what is in host memory while it is not needed, as in `policy.offload`.
         trainable: what of the model is trained. The rest may be another learner's, too.
     """
@@ -52,7 +50,6 @@ class Learner:
         *,
         steps: int,
         aggregate: algo.Aggregate,
-        gather_once: bool = False,
         offload: Offload = "none",
         trainable: Trainable = WHOLE,
         flops: float = 0.0,
@@ -64,7 +61,6 @@ class Learner:
         self.optim = optim
         self.steps = steps
         self.aggregate: algo.Aggregate = aggregate
-        self.gather_once = gather_once
         trained = trainable.trained(model).values()
         # some versions of torch run the fused kernel on one mesh only
         alike: dict[Any, list[nn.Parameter]] = {}
@@ -262,9 +258,7 @@ class Learner:
         """Forward and backward over a mini-batch; returns this rank's part of its metrics, still on
         the device."""
         sums: dict[str, Any] = {}
-        for number, rows in enumerate(plan, 1):
-            if self.gather_once:
-                keep_gathered(self.model, last=number == len(plan))
+        for rows in plan:
             episodes = [rollout.episodes[i] for i in rows]
             batch = self.runner.micro_batch(self.model, episodes)
             fields = {
@@ -281,8 +275,6 @@ class Learner:
             parts["tokens"] = sum(rollout.totals[i] for i in rows)
             parts["run"] = batch.tokens if rows else 0
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
-        if self.gather_once:
-            shard_again(self.model)
         return sums
 
     def _optimizer_step(self) -> Tensor:

@@ -15,7 +15,7 @@ from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, auto_class, build, code_of
-from splitppo.models.heads import PolicyOutputs, head_outputs, last_scores, read_scores
+from splitppo.models.heads import PolicyOutputs, last_scores, read_scores, value_outputs
 from splitppo.rollout import Episode, episode_of
 
 # nats: rounding in float32 gives 1e-5 to 1e-3, a row that sees its neighbour 0.1 and more
@@ -109,7 +109,7 @@ def _error(
     if kind == "policy":
         out, _ = PolicyOutputs(1.0, VOCABULARY)(model, batch, entropy=False)
     else:
-        out = (head_outputs if kind == "value" else last_scores)(model, batch)
+        out = (value_outputs if kind == "value" else last_scores)(model, batch)
     errors = [
         (line - row).abs().max()
         for line, row in zip(out.split([*map(len, expected)]), expected, strict=True)

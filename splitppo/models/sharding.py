@@ -83,23 +83,6 @@ def parallelize(
         module.set_force_sum_reduction_for_comms(True)  # Gloo has no averaging reduction
 
 
-def keep_gathered(model: nn.Module, *, last: bool) -> None:
-    """Call it before each micro-batch. Layers stay gathered until the backward pass of the
-    mini-batch's `last` micro-batch, which also reduces the gradients."""
-    for module in _sharded_modules(model):
-        module.set_requires_gradient_sync(last, recurse=False)
-        module.set_reshard_after_backward(last, recurse=False)
-        if module is not model:  # the root stays gathered anyway, and must
-            module.set_reshard_after_forward(False, recurse=False)
-
-
-def shard_again(model: nn.Module) -> None:
-    """Ends `keep_gathered`: forward passes without a backward release the gathered weights."""
-    for module in _sharded_modules(model):
-        if module is not model:
-            module.set_reshard_after_forward(True, recurse=False)
-
-
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

@@ -1,13 +1,9 @@
-"""What the scores of a validation say: means, pass@k, the most frequent answer."""
+"""What the scores of a validation say: means, pass@k."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from math import comb
 from statistics import fmean
-
-from splitppo.rewards import rules
 
 
 @dataclass(frozen=True)
@@ -17,7 +13,6 @@ class Response:
     row: int
     score: float
     figures: Mapping[str, float]
-    answer: Decimal | str
     tokens: int
     cut: bool
     failed: bool
@@ -52,9 +47,9 @@ def metrics(responses: Sequence[Response], sources: Sequence[str]) -> dict[str, 
 
 def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dict[str, float]:
     """The metrics of the scores of the n responses to each prompt, as `val/score{infix}/mean`. With
-    n > 1 also those of the best score, the most frequent answer, and `val/pass@K` for K = 1, 2, 4,
-    ... up to n. A response passes if its score is at least 1; pass@K is left out if a score lies
-    outside [0, 1], where 1 need not mean right."""
+    n > 1 also that of the best score, and `val/pass@K` for K = 1, 2, 4, ... up to n. A response
+    passes if its score is at least 1; pass@K is left out if a score lies outside [0, 1], where 1
+    need not mean right."""
     scores = [[one.score for one in prompt] for prompt in prompts]
     n = len(scores[0])
     every = [score for prompt_scores in scores for score in prompt_scores]
@@ -62,7 +57,6 @@ def score_metrics(prompts: Sequence[Sequence[Response]], infix: str = "") -> dic
     if n == 1:
         return summary
     summary[f"val/best{infix}/mean"] = fmean(map(max, scores))
-    summary[f"val/majority{infix}/mean"] = fmean(map(majority_score, prompts))
     if all(0 <= score <= 1 for score in every):
         passed = [sum(score >= 1 for score in prompt_scores) for prompt_scores in scores]
         summary |= {
@@ -76,18 +70,3 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k responses passes, from n of which c passed; 1
     <= k <= n (Chen et al. 2021, "Evaluating large language models trained on code", eq. 1)."""
     return 1 - comb(n - c, k) / comb(n, k)
-
-
-def majority_score(responses: Sequence[Response]) -> float:
-    """The mean score of the responses that give the most frequent answer; of equally frequent ones,
-    the first."""
-    # equal counts stay in the order first seen
-    ((chosen, _),) = Counter(one.answer for one in responses).most_common(1)
-    return fmean(one.score for one in responses if one.answer == chosen)
-
-
-def answer(text: str) -> Decimal | str:
-    """The answer of a response, to compare it with others: the value of its last number, else its
-    stripped text."""
-    numbers = list(rules._ANY_NUMBER.finditer(text))
-    return rules._value(numbers[-1]) if numbers else text.strip()

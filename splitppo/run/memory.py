@@ -348,17 +348,13 @@ def _update(resolved: Resolved, name: str, role: Role) -> Parts:
     inside = tokens * (again + 2 * cost.widest / cut + cost.hidden) + head + layer * cost.dense
     gathered = cost.root * cost.width + layer
     gradients = cost.gradients / shards
-    if once := config.compute.gather == "mini_batch":
-        parameters = cost.root + (cost.parameters - cost.root) / cut
-        gathered = parameters * cost.width
-        gradients = parameters * cost.gradients / cost.parameters
     reduced = cost.root * (8 if shards == 1 else cost.width + 4) * cost.dense
     first = {
         "gathered weights": gathered,
         f"activations of {tokens:,} tokens": tokens * cost.layers * bytes_per_token
         + max(begin, inside),
     }
-    if count > 1 or once:
+    if count > 1:
         first["gradients"] = gradients
     return max(first, {"gathered weights": gathered + reduced, "gradients": gradients}, key=needed)
 

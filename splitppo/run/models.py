@@ -77,7 +77,6 @@ def describe(
     )
     if name == "value":
         model_config = build.shorten(model_config, config.value.layers, origin)
-        model_config = build.bound(model_config, config.value.range, origin)
     if name == "reward":
         model_config = build.choose_label(model_config, config.reward.label, origin)
     return Model(

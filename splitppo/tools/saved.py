@@ -125,9 +125,7 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
-    logit = "the logit x of each position's value, low + (high - low) * sigmoid(x) of value_range"
-    label = logit if config.value.range else "the value of each position"
-    what = "Policy" if kind == "policy" else f"Value model (one label: {label})"
+    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
     settings = "\n".join(f"{name} = {toml_value(value)}" for name, value in public_settings(config))
     versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
     shown = {name: version for name, version in versions.items() if name in VERSIONS}

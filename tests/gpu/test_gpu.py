@@ -52,7 +52,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (1, {"compute__packing": "on"}),
     "compiled": (1, {"compute__compile": "on"}),
     "offloaded": (1, OFFLOADED),
-    "checkpointed": (1, {"compute__activation_checkpointing": "", "compute__gather": "mini_batch"}),
+    "checkpointed": (1, {"compute__activation_checkpointing": ""}),
     "windows": (1, {"rollout__window": WINDOW}),
     "vllm": (1, VLLM),
     "vllm, windows": (1, VLLM | {"rollout__window": WINDOW}),

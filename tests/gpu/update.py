@@ -50,7 +50,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mini-batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768, help="of a micro-batch at most")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--gather", choices=("layer", "mini_batch"), default="layer")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -104,10 +103,7 @@ def make(
     parallelize(model, group.mesh, **how)
     fill(model, "", device=runtime.device, random_init=True, seed=3)
     runner = Runner(group, runtime.device, options.tokens)
-    once = options.gather == "mini_batch"
-    learner = Learner(
-        model, runner, OptimConfig(lr=1e-6), steps=100, aggregate="token_mean", gather_once=once
-    )
+    learner = Learner(model, runner, OptimConfig(lr=1e-6), steps=100, aggregate="token_mean")
     return learner, PolicyOutputs(1.0, config.vocab_size, compiled=True)
 
 
@@ -170,10 +166,7 @@ def group(options: argparse.Namespace, launch: Launch, device: torch.device) -> 
             n * parameters * tokens / s / launch.world / PEAK
             for n, s in ((2, forward), (6, update))
         ]
-        how = (
-            f"checkpointing {options.checkpointing}, gather {options.gather}, "
-            f"{options.mini_batches} mini-batches"
-        )
+        how = f"checkpointing {options.checkpointing}, {options.mini_batches} mini-batches"
         print(
             f"{parameters / 1e9:.2f}B, {tokens} tokens, {how}: log-probs {forward:.3f} s "
             f"({rates[0]:.1%}), "

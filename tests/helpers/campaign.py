@@ -110,7 +110,7 @@ ALGORITHM = [
 # options of a run that change no result
 FREE = [
     ["compute.packing=on", "compute.packing=off"],
-    ["compute.gather=mini_batch", "compute.activation-checkpointing"],
+    ["compute.activation-checkpointing"],
     ["compute.micro-batch-tokens=24", "compute.micro-batch-tokens=90"],
     ["rollout.chunks=1", "rollout.chunks=2", "engine.max-rows=3"],
     ["policy.offload=all", "value.offload=all", "policy.offload=optimizer value.offload=optimizer"],

@@ -58,7 +58,6 @@ class Hyper:
     value_frozen: str = ""
     pretrain_steps: int = 0
     pretrain_epochs: int = 4
-    pretrain_patience: int = 5
     kl_coef: float = 0.0
     kl_kind: str = "k1"
     kl_loss_coef: float = 0.0
@@ -67,7 +66,6 @@ class Hyper:
     clip_high: float = 0.2
     dual_clip: float | None = None
     value_clip: float | None = 0.2
-    value_range: tuple[float, float] | None = None
     entropy_coef: float = 0.0
     whiten: bool = True
     epochs: int = 1
@@ -107,7 +105,6 @@ class StepResult:
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
     kl: float  # mean over the rows of the KL to the reference, summed over a row's tokens
-    explained: float = 0.0  # 1 - var(target - value) / var(target), before the value models' update
 
 
 def run(model: Any, row: Row) -> Tensor:
@@ -222,14 +219,6 @@ def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
     return -objective
 
 
-def value_of(output: Tensor, h: Hyper) -> Tensor:
-    """What the value model says of a state: its head's output, or between two bounds."""
-    if h.value_range is None:
-        return output
-    low, high = h.value_range
-    return low + (high - low) / (1 + torch.exp(-output))
-
-
 def zero_head(
     value: Any, values: list[Tensor], step: Step, h: Hyper, old: Any, ref: Any, kl_coef: float
 ) -> None:
@@ -242,23 +231,12 @@ def zero_head(
         rewards = rewards_of(row, kl(old[i], ref[i], h.kl_kind), kl_coef)
         to_go.append(advantages_of(rewards, torch.zeros_like(rewards), h.gamma, 1.0))
     mean = torch.cat(to_go).mean()
-    if h.value_range is not None:
-        low, high = h.value_range
-        p = (mean - low) / (high - low)
-        mean = torch.log(p / (1 - p))
     head.bias.fill_(mean)
     for row in values:
-        row.fill_(value_of(mean, h))
+        row.fill_(mean)
 
 
-def value_loss(output: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
-    v = value_of(output, h)
-    if h.value_range is not None:  # cross-entropy
-        low, high = h.value_range
-        p, y = (v - low) / (high - low), (target - low) / (high - low)
-        errors = -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
-        size = torch.full_like(target, max(abs(low), abs(high)))
-        return torch.where(rounding(v - target, size), errors.detach(), errors)
+def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
     errors = (v - target) ** 2
     if h.value_clip is not None:
         errors = torch.maximum(
@@ -371,7 +349,7 @@ def ppo_step(
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
         old_values = [torch.zeros_like(x) for x in old]
         if value:
-            old_values = [value_of(run(value, row)[:, 0], h) for row in step.rows]
+            old_values = [run(value, row)[:, 0] for row in step.rows]
             zero_head(value, old_values, step, h, old, ref, kl_coef)
         adv, returns, kls, earned = [], [], [], []
         for i, row in enumerate(step.rows):
@@ -419,13 +397,7 @@ def ppo_step(
         truncated_weights(o, torch.tensor(row.engine), h)
         for o, row in zip(old, step.rows, strict=True)
     ]
-    targets, guesses = torch.cat(returns), torch.cat(old_values)
-    explained = (
-        1 - (targets - guesses).var().item() / targets.var().item()
-        if targets.var() > 1e-12
-        else 0.0
-    )
-    result = StepResult([], [], [], [], sum(kls) / len(kls), explained)
+    result = StepResult([], [], [], [], sum(kls) / len(kls))
     for rows in step.mini_batches * h.epochs if learns else []:
         token_losses = []
         if not kept(rows, step, h):
@@ -528,7 +500,7 @@ def reference_ppo(
     if value:
         optimizers.append(adamw(value, hyper.value_lr, hyper, hyper.value_frozen))
     results, kl_coef = [], hyper.kl_coef
-    pretrains, best, stale, waited = hyper.pretrain_steps > 0, -float("inf"), 0, 0
+    waited = 0
     for number, step in enumerate(steps, 1):
         if not all(row.prompt and row.response for row in step.rows):
             raise ValueError("every row needs a prompt and a response")
@@ -536,17 +508,13 @@ def reference_ppo(
             results.append(StepResult([], [], [], [], 0.0))
             waited = number if waited == number - 1 else waited
             continue
+        pretrains = number <= hyper.pretrain_steps
         learns = number > hyper.critic_warmup and not pretrains
         for group in optimizers[0].param_groups:
             group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
         phase: Any = {"learns": learns, "pretrains": pretrains, "teacher": teacher}
         results.append(
             ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, **phase)
-        )
-        stale = 0 if results[-1].explained > best else stale + 1
-        best = max(best, results[-1].explained)
-        pretrains = (
-            pretrains and number < hyper.pretrain_steps and not 0 < hyper.pretrain_patience <= stale
         )
         if waited == number - 1 and not results[-1].policy_losses:
             waited = number

@@ -215,13 +215,15 @@ def test_a_head_that_starts_new_is_said_with_what_is_not_used(more: Any, tmp_pat
     assert not model.score.weight.any()
 
 
-@pytest.mark.parametrize("where", ["config.json", "a tensor", "another tensor"])
+@pytest.mark.parametrize("where", ["config.json", "its bounds", "a tensor", "another tensor"])
 def test_what_normalises_a_rewards_scores_is_refused(where: str, tmp_path: Path) -> None:
     config = configured("llama", {})
     config.num_labels = 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     if where == "config.json":
         configure(tmp_path, mean=0.25, std=2.0)
+    elif where == "its bounds":
+        configure(tmp_path, value_range=[0.0, 1.0])
     else:
         name = {"a tensor": "std", "another tensor": "running.offset"}[where]
         edited(tmp_path, lambda weights: weights | {name: torch.ones(1)})

@@ -55,9 +55,7 @@ SETTINGS = {
     "small micro-batches, packed": ["--compute.micro-batch-tokens=256", "--compute.packing=on"],
     "offload": ["--policy.offload=all", "--value.offload=all", "--reference.offload"],
     "adapters over one base": "--policy.lora.rank=8 --value.lora.rank=8 --value.share-base".split(),
-    "sharded, whole mini-batches": (
-        "--value.offload=optimizer --compute.gather=mini_batch --compute.micro-batch-tokens=256"
-    ).split(),
+    "sharded": "--value.offload=optimizer --compute.micro-batch-tokens=256".split(),
     "split": ["--placement.mode=per_node", "--placement.reference=critic"],
 }
 
@@ -107,7 +105,7 @@ def measured_rank(rank: int, world: int, argv: list[str]) -> dict[str, Any]:
     ("world", "name"),
     [
         (1, "adapters over one base"),
-        wide(2, "sharded, whole mini-batches"),
+        wide(2, "sharded"),
         wide(1, "checkpointing"),
         wide(1, "small micro-batches, packed"),
         wide(1, "offload"),
