@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# figures of the clock, and of earlier versions alone
+LEFT_OUT = ("timing_s", "perf/", "val/best_", "actor/stale_", "window/ess")
 STEPS, RESUMED = 5, 3  # steps of a run; the step whose checkpoint AFTER resumes
 COMMON = f"""--steps {STEPS} --rollout.batch-size 12 --rollout.max-new-tokens 8
     --rollout.temperature 0.9 --ppo.mini-batches 2 --ppo.kl-coef 0.02 --ppo.epochs 2
@@ -144,7 +146,7 @@ def figures(folder: Path) -> Iterator[tuple[str, Any]]:
             record = json.loads(line)
             where = f"{path.stem} {record['step']} {record.get('row', '')}"
             for key, value in sorted(record.items()):
-                if key not in ("time", "spans") and not key.startswith(("timing_s", "perf/")):
+                if key not in ("time", "spans") and not key.startswith(LEFT_OUT):
                     yield f"{where} {key}", value
 
 
