@@ -13,6 +13,7 @@ runs end; the same command makes the others. Behind ` -- ` stand flags of the tr
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -169,11 +170,13 @@ class Block:
         elif options.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         arm = ARMS[job.arm]
+        folder = self.out / "runs" / job.name
         command = [
             sys.executable, str(Path(__file__).with_name("critic_arms.py")), arm.baseline,
             *self.flags, *arm.flags, "--policy.optim.lr", job.rate, "--seed", str(job.seed),
-            "--run-dir", str(self.out / "runs" / job.name), "--force",
+            "--run-dir", str(folder),
         ]  # fmt: skip
+        shutil.rmtree(folder, ignore_errors=True)  # what a run that was cut off has left
         with (self.out / f"{job.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
