@@ -68,7 +68,7 @@ class Policy:
             columns=lambda rollout, zeros: self._columns(
                 rollout,
                 [zeros, zeros],
-                [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.lesson.columns],
+                [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.lesson.columns.values()],
             ),
         )
         self.surrogate = surrogate
@@ -181,7 +181,7 @@ class Policy:
         """What `_objective` reads of each token, `[N, ...]` by name."""
         return {
             **dict(zip(("old", "ref"), logprobs, strict=False)),
-            **dict(zip(self.lesson.names, signals, strict=True)),
+            **dict(zip(self.lesson.columns, signals, strict=True)),
         }
 
     def _objective(
@@ -313,17 +313,16 @@ class NoLesson:
     here the advantages alone.
 
     Attributes:
-        names: of the columns that are sent. columns: without rows, `[0, ...]` each.
+        columns: what is sent by name; without rows, `[0, ...]` each.
         metrics: names of those that the loss has for it.
     """
 
-    names: tuple[str, ...] = ("advantages",)
     metrics: tuple[str, ...] = ()
 
     def __init__(self, context: Context, outputs: PolicyOutputs):
         self.distill = context.config.distill
         self.outputs = outputs
-        self.columns = [torch.zeros(0)]
+        self.columns: Fields = {"advantages": torch.zeros(0)}
 
     def run(
         self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
@@ -338,16 +337,13 @@ class Lesson(NoLesson):
     policy's is the same. With `distill.top_k` the policy's loss has a divergence from the
     teacher; without, its weight is 0: the advantages have the teacher's part."""
 
-    names = ("advantages", "teacher_ids", "teacher_logprobs")
     metrics = ("teacher_agrees", "divergence")
 
     def __init__(self, context: Context, outputs: PolicyOutputs):
         super().__init__(context, outputs)
         k = self.distill.top_k or 1
-        self.columns += [
-            torch.zeros(0, k, dtype=torch.int32),
-            torch.zeros(0, k + 1, dtype=torch.float16),
-        ]
+        self.columns["teacher_ids"] = torch.zeros(0, k, dtype=torch.int32)
+        self.columns["teacher_logprobs"] = torch.zeros(0, k + 1, dtype=torch.float16)
 
     def run(
         self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
@@ -357,9 +353,8 @@ class Lesson(NoLesson):
         )
         teacher = columns["teacher_logprobs"]
         divergence = algo.divergence(likeliest, teacher, self.distill.divergence)
-        agrees = (likeliest.detach()[:, 0] >= highest).float()
         metrics = {
-            "teacher_agrees": algo.mean(agrees),
+            "teacher_agrees": algo.mean((likeliest[:, 0] >= highest).float()),
             "divergence": algo.mean(divergence.detach()),
         }
         coef = self.distill.coef if self.distill.top_k else 0.0

@@ -13,6 +13,7 @@ import torch
 from episodes import episode
 from ranks import run_ranks, run_threads
 from runs import figures, main_rank, records
+from safetensors.torch import load_file, save_file
 from test_flagship import compare, inputs, reference, run
 from tiers import wide
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,7 @@ from splitppo.run import memory
 from splitppo.run.folder import TRAINING
 from splitppo.run.main import dry_run, load_data
 from splitppo.run.resolve import Resolved, resolve
+from splitppo.tools import answers
 
 __all__ = ["inputs"]  # the fixture
 
@@ -140,14 +142,10 @@ def test_a_teachers_prompt_counts_where_prompts_do(taught):
     argv = [f"--{name.replace('__', '.')}={x}" for name, x in settings.items()]
     argv = [*argv, *TINY, "--rollout.max-new-tokens=9"]
     inputs = []
-    for hint in (HINT, HINT + "7", HINT + "7" * 1200):
+    for hint in (HINT, HINT + "7"):
         rows = [{"prompt": p, "answer": p, "hint": hint.format(p)} for p in ("312=", "11=")]
         (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, rows)))
         resolved = resolve_config(parse(argv))
-        if "7" * 9 in hint:
-            with pytest.raises(UserError, match=r"that teacher.path=tiny can read"):
-                load_data(resolved)
-            break
         resolved, prompts = load_data(resolved)
         inputs.append(resolved.inputs(*prompts)[TRAINING])
         assert resolved.config.rollout.max_prompt_tokens == 4
@@ -157,11 +155,15 @@ def test_a_teachers_prompt_counts_where_prompts_do(taught):
         assert f"{12 * rows_of['teacher']} tokens" in str(memory.phases(resolved)["critic score"])
     assert inputs[0] != inputs[1]
     rows = [{"prompt": "1=", "answer": "1", "hint": "1=1"}, {"prompt": "2=", "answer": "2"}]
+    # the embedded model can read 1,024 tokens
+    rows += [{"prompt": "3=", "answer": "3", "hint": "7" * n} for n in (1015, 1016)]
+    for wrong, says in ((rows[:2], "row 2 has no .*teacher"), (rows[2:], "row 2 has 1016 tokens")):
+        (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, wrong)))
+        with pytest.raises(UserError, match=rf"^teacher.prompt_key=hint: .* {says}"):
+            load_data(resolve_config(parse(argv)))
     (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(UserError, match=r"^teacher.prompt_key=hint: .* row 2 has no .*teacher"):
-        load_data(resolve_config(parse(argv)))
     _, (training, _) = load_data(resolve_config(parse([*argv, "--data.invalid=filter"])))
-    assert [prompt.for_teacher.text for prompt in training.prompts] == ["1=1"]
+    assert [prompt.for_teacher.text for prompt in training.prompts] == ["1=1", "7" * 1015]
 
 
 def frozen(group: Group) -> list[list[float]]:
@@ -187,10 +189,11 @@ def test_a_frozen_model_that_several_ranks_run_gives_all_its_outputs():
 
 
 def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_path):
-    """Its log-probs are those of the merged model."""
+    """Its log-probs are those of the merged model, also in a chat."""
     peft = pytest.importorskip("peft")
     plain = AutoModelForCausalLM.from_pretrained(taught / "policy")
     options = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    torch.manual_seed(0)
     model = peft.get_peft_model(plain, peft.LoraConfig(**options))
     for number, (name, weight) in enumerate(model.named_parameters()):
         if "lora_B" in name:
@@ -209,6 +212,17 @@ def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_p
     assert one[0]["distill/kl"] > 1e-3
     (facts,) = (json.loads((tmp_path / "adapter/run/resolved.json").read_text())["models"],)
     assert (facts["teacher"]["trained"], facts["teacher"]["lora_rank"]) == (0, 3)
+    surprises = [
+        answers.load(tmp_path / name / "run", None, 0.0, 4)("12=", 0)[0]["surprise"]
+        for name in ("adapter", "merged")
+    ]
+    assert surprises[0] == pytest.approx(surprises[1], abs=1e-3)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    moved = {name.replace(".layers.0.", ".layers.9."): x for name, x in load_file(file).items()}
+    save_file(moved, file, {"format": "pt"})
+    argv = [*argv, f"--teacher.path={tmp_path / 'adapter'}"]
+    with pytest.raises(UserError, match=r"^teacher.path=\S+adapter: targets=\S+9\S+ matches no"):
+        dry_run(parse(argv), Launch())
 
 
 def test_a_teacher_that_is_the_policy_says_nothing_new(taught, tmp_path):
@@ -222,6 +236,7 @@ def test_a_teacher_that_is_the_policy_says_nothing_new(taught, tmp_path):
         [0.0] * (len(kl) + 1), abs=1e-6
     )
     assert actor["actor/teacher_agrees"] == 1
+    assert actor["actor/grad_norm"] == 0, "AdamW would make steps of rounding"
     assert "critic/values/mean" not in critic
 
 
@@ -290,8 +305,6 @@ def test_a_rest_that_is_nothing_has_a_bound():
         sure.requires_grad_(), algo.buckets(torch.tensor([[-30.0, -31.0]])), "forward"
     )
     assert far.item() == pytest.approx(math.log(1e6), abs=1e-4)
-    with pytest.raises(ValueError, match="one more"):
-        algo.divergence(sure, sure, "forward")
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
@@ -345,7 +358,7 @@ def test_a_tokens_advantage_has_what_the_teacher_finds_better_than_the_mean(top_
 def test_a_teacher_without_finite_log_probs_is_named():
     """On all ranks, and not blamed on the policy; rows without tokens are no figure."""
     parts = [[episode(0, [1], [4, 9])], []]
-    with pytest.raises(UserError, match=r"teacher\.path: 1 of its log-probs are not finite"):
+    with pytest.raises(UserError, match=r"teacher's log-probs are not finite; .*teacher\.path"):
         run_threads((2, 1), leading, [[episode(0, [1], [4, -1])], []], 0)
     assert all(figures["before"] for _, figures in run_threads((2, 1), leading, parts, 0))
     ((_, figures),) = run_threads((1, 1), leading, [[]], 0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ from splitppo.context import Context
 from splitppo.critic.baselines import Baseline, Estimate
 from splitppo.critic.calibration import summaries
 from splitppo.critic.pretraining import Pretraining
-from splitppo.critic.teacher import NoTeacher
+from splitppo.critic.teacher import Teacher
 from splitppo.job.collectives import Group
 from splitppo.models.batching import dummy_rollout
 from splitppo.models.runner import Reference
@@ -46,8 +46,8 @@ class ScoredRows:
         extra: further figures by name, `[B]` each; those of reward functions begin with `reward/`.
         failures: (row, failure of its reward).
         refs: the reference's log-probs `[N]`, if the critic group holds it; else empty.
-        spans: what of the scores was paid on the way, `[N]`, of each source. Where a reward said
-            so of a row, `extra` has the number of its `spans`.
+        spans: what of the scores was paid on the way, `[N]`. Where a reward said so of a row,
+            `extra` has the number of its `spans`.
         taught: what the teacher says of the tokens (`Teacher.read`).
     """
 
@@ -79,7 +79,7 @@ class Critic:
         scorer: Scorer,
         reward_model: RewardModel | None,
         reference: Reference | None = None,
-        teacher: NoTeacher | None = None,
+        teacher: Teacher | None = None,
         pretrained: Callable[[], object] = lambda: None,
     ):
         self.context = context
@@ -90,7 +90,7 @@ class Critic:
         self.pretraining = Pretraining(context, pretrained)
         self.reward_model = reward_model
         self.reference = reference
-        self.teacher = teacher or NoTeacher()
+        self.teacher = teacher
         self.group = group
         ppo = context.config.ppo
         self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
@@ -105,11 +105,9 @@ class Critic:
     def warm_up(self) -> None:
         """Compiles what the first step would, while the actor group's engine is being built."""
         self.baseline.warm_up()
-        self.teacher.read(dummy_rollout())
-        self.teacher.release_memory()
-        if self.reference:
-            self.reference.logprobs(dummy_rollout())
-            self.reference.release_memory()
+        for model in filter(None, (self.teacher, self.reference)):
+            model.run(dummy_rollout().episodes)
+            model.release_memory()
 
     def submit(self, step: int, rollout: Rollout) -> Pending:
         """Starts a thread that decodes some rows of a step and starts the reward functions on them.
@@ -124,11 +122,10 @@ class Critic:
         `pending`: what `submit` returned for them."""
         values = self.baseline.values(rollout)
         refs = [self.reference.logprobs(rollout)] if self.reference else []
-        taught = self.teacher.read(rollout)
+        taught = self.teacher.read(rollout) if self.teacher else []
         scores = torch.zeros(len(rollout.rows), dtype=torch.float64)
         extra: dict[str, list[float]] = {}
         failures: list[tuple[int, Failure]] = []
-        spans: list[Tensor] = []
         sources: dict[str, list[Scored]] = {}  # by how the names of their figures begin
         if self.reward_model:
             prompts = [self.context.prompt(row) for row in rollout.rows]
@@ -142,12 +139,13 @@ class Critic:
                     extra.setdefault(f"{prefix}{name}", []).append(figure)
                 failures += [(row, failure) for failure in result.failures]
             scores += torch.tensor([result.score for result in results], dtype=torch.float64)
-            of_rows = [result.spans or [] for result in results]
-            spans.append(place_spans(rollout, of_rows, self.context.decode))
-        for results in zip(*sources.values(), strict=True):
-            counts = [len(result.spans) for result in results if result.spans is not None]
-            if counts:
-                extra.setdefault("spans", []).append(float(sum(counts)))
+        paid = [
+            [result.spans for result in results if result.spans is not None]
+            for results in zip(*sources.values(), strict=True)
+        ]
+        if counts := [float(sum(map(len, of_row))) for of_row in paid if of_row]:
+            extra["spans"] = counts
+        spans = [place_spans(rollout, [[*chain(*of_row)] for of_row in paid], self.context.decode)]
         # each part is a float32, and their sum may be none
         totals = add_turn_rewards(scores, rollout.episodes)
         for place in (totals.abs() > torch.finfo(torch.float32).max).nonzero().flatten().tolist():
@@ -179,7 +177,9 @@ class Critic:
         metrics: dict[str, Any] = {"critic/kl_coef": self.kl.coef}
         if not rows:  # none has ended in this step
             nothing = Estimate(torch.zeros(0), torch.zeros(0), metrics)
-            return self.teacher.lead(nothing, rollout, old, scored.taught)
+            return (
+                self.teacher.lead(nothing, rollout, old, scored.taught) if self.teacher else nothing
+            )
         metrics |= {"critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         first = not self.past_scores.count
@@ -212,7 +212,9 @@ class Critic:
             columns={"advantage": estimate.advantages, "reward": rewards, **estimate.columns},
             waits=waits,
         )
-        return self.teacher.lead(estimate, rollout, old, scored.taught)
+        return (
+            self.teacher.lead(estimate, rollout, old, scored.taught) if self.teacher else estimate
+        )
 
     def _rewards(self, scored: ScoredRows, kl: Tensor, *, centered: bool) -> tuple[Tensor, Tensor]:
         """`[N]`: the rewards of turns, each at its turn's last token; those of spans; at the row's

@@ -9,40 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from splitppo import algo
 from splitppo.context import Context
 from splitppo.critic.baselines import Estimate
 from splitppo.critic.calibration import places
 from splitppo.errors import UserError
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.runner import Frozen, Runner
-from splitppo.rollout import IDS, Episode, Rollout
+from splitppo.rollout import IDS, Rollout
 
 
-class NoTeacher:
-    """Says nothing, and changes nothing."""
-
-    def read(self, rollout: Rollout) -> list[Tensor]:
-        """What it says of the response tokens; all ranks of the group call it. A teacher gives
-        their log-probs, `[N]`; its k most likely tokens, `[N, k]` int32; their log-probs and that
-        of all others together, `[N, k + 1]` float16. k is `distill.top_k`, or 1."""
-        return []
-
-    def release_memory(self) -> None:
-        """With `offload`, gives back the shards' memory on the device."""
-
-    def lead(
-        self, estimate: Estimate, rollout: Rollout, old: Tensor, taught: Sequence[Tensor]
-    ) -> Estimate:
-        """The estimate with what the policy follows; all ranks of the group call it.
-
-        Args:
-            old: `[N]`, the policy's log-probs before the update.
-            taught: what `read` returned of these rows.
-        """
-        return estimate
-
-
-class Teacher(Frozen, NoTeacher):
+class Teacher(Frozen):
     """The teacher; `outputs` are the policy's."""
 
     def __init__(self, context: Context, model: nn.Module, runner: Runner, outputs: PolicyOutputs):
@@ -57,35 +34,45 @@ class Teacher(Frozen, NoTeacher):
         )
 
     def read(self, rollout: Rollout) -> list[Tensor]:
-        return self.run([*map(self._as_it_reads, rollout.episodes)])
-
-    def _as_it_reads(self, episode: Episode) -> Episode:
-        """The row behind the teacher's own prompt, if it has one."""
-        prompt = self.prompt(episode.row).teacher
-        return replace(episode, prompt=array(IDS, prompt.tokens)) if prompt else episode
+        """What it says of the response tokens; all ranks of the group call it: their log-probs,
+        `[N]`; its k most likely tokens, `[N, k]` int32; their log-probs and that of all others
+        together, `[N, k + 1]` float16. k is `distill.top_k`, or 1. Where it has a prompt of its
+        own, it reads that in place of the policy's."""
+        prompts = [self.prompt(row).teacher for row in rollout.rows]
+        return self.run(
+            [
+                replace(episode, prompt=array(IDS, prompt.tokens)) if prompt else episode
+                for episode, prompt in zip(rollout.episodes, prompts, strict=True)
+            ]
+        )
 
     def lead(
         self, estimate: Estimate, rollout: Rollout, old: Tensor, taught: Sequence[Tensor]
     ) -> Estimate:
-        """Each token's advantage gets c (d - mean of d): d is the teacher's log-prob less the
-        policy's, the mean is over the whole batch. Without the mean each further token would cost
-        a policy that is behind, and rows would shrink to nothing."""
+        """The estimate with what the policy follows; all ranks of the group call it. Each token's
+        advantage gets c (d - mean of d): d is the teacher's log-prob less the policy's, the mean is
+        over the whole batch. Without the mean each further token would cost a policy that is
+        behind, and rows would shrink to nothing.
+
+        Args:
+            old: `[N]`, the policy's log-probs before the update.
+            taught: what `read` returned of these rows.
+        """
         logprobs, *likeliest = taught
         behind = (old - logprobs).double()  # its mean estimates KL(policy || teacher)
         masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
         masks |= {f"distill/kl/{name}": at for name, at in places(rollout, self.group).items()}
-        parts = [[float(behind[at].sum()), float(at.sum())] for at in masks.values()]
-        parts.append([float((~logprobs.isfinite()).sum()), 0.0])
-        sums = self.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
-        if wrong := sums.pop()[0]:
+        figures = [logprobs, *(behind[at] for at in masks.values())]
+        scores, *of_places = algo.all_moments(self.group.all_gather, figures)
+        if not scores.mean.isfinite():
             raise UserError(
-                f"teacher.path: {wrong:.0f} of its log-probs are not finite; check its weights, "
-                "and compute.dtype"
+                "the teacher's log-probs are not finite; check the weights in teacher.path, and "
+                "compute.dtype"
             )
         means = {
-            name: total / tokens
-            for name, (total, tokens) in zip(masks, sums, strict=True)
-            if tokens
+            name: float(moments.mean)
+            for name, moments in zip(masks, of_places, strict=True)
+            if moments.count
         }
         # with `top_k` the update has a divergence in the place of this
         coef = 0.0 if self.distill.top_k else self.distill.coef

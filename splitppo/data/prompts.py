@@ -74,6 +74,7 @@ def load_prompts(
     now: datetime | None = None,
     render: Render | None = None,
     teacher_key: str | None = None,
+    teacher_most: int = 2**31,
 ) -> PromptSet:
     """The prompts of a split, a pure function of the arguments and the files: those of its files,
     else those of `data.task`. Without `data.validation_files` nothing is held out of `data.files`.
@@ -84,22 +85,30 @@ def load_prompts(
     that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such rows alone
     is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
     (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows`
-    takes the first held-out prompts. `teacher_key`: column of the prompt that a teacher reads; a
-    row needs both.
+    takes the first held-out prompts. `teacher_key`: column of the prompt that a teacher reads, of
+    at most `teacher_most` tokens; a row without it can't be used.
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
     rows, prompts, wrong = _render(config, read, tokenizer, now, render)
     if teacher_key:
-        _, others = _read(replace(config, prompt_key=teacher_key), seed, split)
-        as_taught = [row for file in others for row in file]
-        _, taught, refused = _render(config, as_taught, tokenizer, now, None)
-        prompts = {i: replace(p, teacher=taught[i]) for i, p in prompts.items() if i in taught}
-        messages = {
-            i: re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error))
-            for i, error in refused.items()
+        as_taught = replace(config, prompt_key=teacher_key)
+        others = [row for file in _read(as_taught, seed, split)[1] for row in file]
+        _, taught, refused = _render(as_taught, others, tokenizer, now, None)
+        refused |= {
+            i: UserError(
+                f"data.prompt_key={teacher_key}: {rows[i].where} has {len(prompt.tokens)} tokens "
+                f"there, and the teacher can read {teacher_most} before rollout.max_new_tokens; "
+                "shorten it, or drop the row"
+            )
+            for i, prompt in taught.items()
+            if len(prompt.tokens) > teacher_most
         }
-        wrong = {i: UserError(message) for i, message in messages.items()} | wrong
+        prompts = {i: replace(prompt, teacher=taught.get(i)) for i, prompt in prompts.items()}
+        wrong = {
+            i: UserError(re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error)))
+            for i, error in refused.items()
+        } | wrong
     checked = check(prompts) if not wrong or config.invalid == "filter" else {}
     wrong |= {i: UserError(f"{rows[i].where}: {error}") for i, error in checked.items()}
     usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}

@@ -201,12 +201,22 @@ def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> Pr
     return config
 
 
-def auto_class(config: PretrainedConfig, kind: Kind) -> Any:
-    """The class of transformers that makes the model."""
-    if kind != "reward":
-        return AutoModelForCausalLM
-    at_each_token = "ForTokenClassification" in str(config.architectures)
-    return AutoModelForTokenClassification if at_each_token else AutoModelForSequenceClassification
+def make(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, **options: Any) -> Any:
+    """The model as transformers makes it; one of Qwen's process reward models with its head of two
+    layers, which transformers' class lacks."""
+    names = str(config.architectures)
+    auto: Any = AutoModelForCausalLM
+    if kind == "reward":
+        of_tokens = "ForTokenClassification" in names
+        auto = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    model = auto.from_config(
+        config, dtype=dtype, trust_remote_code=bool(code_of(config)), **options
+    )
+    if kind == "reward" and "Qwen2ForProcessRewardModel" in names:
+        width = config.hidden_size
+        layers = nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.num_labels)
+        model.score = nn.Sequential(*layers).to(dtype)
+    return model
 
 
 def build(
@@ -217,18 +227,12 @@ def build(
     packed: bool = False,
 ) -> nn.Module:
     """The model, its parameters on the meta device. Next come `parallelize` and `fill`. A reward
-    model is transformers' sequence-classification model; for packed rows its body and its linear
-    head `score`, if it has these. With `packed` the model takes packed rows (attention.py), and no
+    model is transformers' sequence-classification model; for packed rows its body and its head
+    `score`, if it has these. With `packed` the model takes packed rows (attention.py), and no
     others."""
     config = deepcopy(config)  # transformers writes the model's attention into it
-    auto = auto_class(config, kind)
     with no_init_weights(), on_meta():
-        model = auto.from_config(
-            config,
-            dtype=dtype,
-            trust_remote_code=bool(code_of(config)),
-            **({"attn_implementation": PACKED} if packed else {}),
-        )
+        model = make(config, kind, dtype, **({"attn_implementation": PACKED} if packed else {}))
         model.tie_weights()  # no_init_weights leaves this out, too
         every = getattr(config, "layers_in_folder", 0)
         ignored = [

@@ -73,7 +73,7 @@ class ValueModel(nn.Module):
 
     float32 = ("score",)
 
-    def __init__(self, causal: Any, score: nn.Linear | None = None):
+    def __init__(self, causal: Any, score: nn.Module | None = None):
         super().__init__()
         self.config = causal.config
         self.base_model_prefix = causal.base_model_prefix
@@ -83,7 +83,7 @@ class ValueModel(nn.Module):
     def forward(self, at: Tensor, **inputs: Any) -> Tensor:
         """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
-        return self.score(states.flatten(0, 1)[at].to(self.score.weight.dtype))
+        return self.score(states.flatten(0, 1)[at].to(next(self.score.parameters()).dtype))
 
 
 class SharedModel(PolicyModel):
@@ -152,43 +152,49 @@ class PolicyOutputs:
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[N]` float32; without `entropy` the latter are 0."""
         targets = batch.responses[:, None]
-        logprobs, entropies, _ = self._run(model, batch, targets, token_outputs, entropy=entropy)
+        logprobs, entropies, *_ = self._run(model, batch, targets, entropy=entropy)
         return logprobs[:, 0], entropies
 
     def beside(
         self, model: nn.Module, batch: MicroBatch, ids: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As a call; then the log-probs of other tokens, `ids` `[N, k]`, that could have been
-        chosen; `[N]` the highest log-prob of all, without gradient."""
+        chosen; `[N]` the highest log-prob of all."""
         targets = torch.cat([batch.responses[:, None], batch.cut(ids)], 1)
-        logprobs, entropies, highest = self._run(
-            model, batch, targets, token_outputs, entropy=entropy
-        )
-        return logprobs[:, 0], entropies, logprobs[:, 1:], highest
+        logprobs, entropies, highest, _ = self._run(model, batch, targets, entropy=entropy, k=1)
+        return logprobs[:, 0], entropies, logprobs[:, 1:], highest[:, 0]
 
     def likeliest(self, model: nn.Module, batch: MicroBatch, *, k: int) -> list[Tensor]:
         """Log-probs `[N]`; the k most likely tokens, `[N, k]` int32; their log-probs and that of
         all others together, `[N, k + 1]` float16."""
-        return self._run(model, batch, batch.responses[:, None], likeliest_outputs, k=k)
+        logprobs, _, highest, ids = self._run(model, batch, batch.responses[:, None], k=k)
+        # where the model rules a token out, a divergence needs a number all the same
+        buckets = algo.buckets(highest).clamp(min=torch.finfo(torch.float16).min)
+        return [logprobs[:, 0], ids.int(), buckets.half()]
 
     def _run(
         self,
         model: nn.Module,
         batch: MicroBatch,
         targets: Tensor,
-        outputs: Callable[..., tuple[Tensor, ...]],
-        **options: Any,
+        *,
+        entropy: bool = False,
+        k: int = 0,
     ) -> list[Tensor]:
-        # a tensor: to the compiler a number would be a computation on the CPU
-        options["temperature"] = torch.full((), self.temperature, device=batch.before.device)
-        options["vocabulary"] = self.vocabulary
+        options: dict[str, Any] = {
+            # a tensor: to the compiler a number would be a computation on the CPU
+            "temperature": torch.full((), self.temperature, device=batch.before.device),
+            "vocabulary": self.vocabulary,
+            "entropy": entropy,
+            "k": k,
+        }
 
         def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             if not self.compiled or targets.shape[1] < 2:
-                return outputs(logits, targets, **options)
+                return token_outputs(logits, targets, **options)
             for tensor in (logits, targets):
                 maybe_mark_dynamic(tensor, 1)
-            return _compiled(outputs)(logits, targets, **options)
+            return _compiled()(logits, targets, **options)
 
         return [*map(batch.join, model(batch.before, targets, measure, **batch.inputs))]
 
@@ -216,30 +222,28 @@ def last_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def token_outputs(
-    logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: Tensor,
+    vocabulary: int,
+    entropy: bool = False,
+    k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits `[..., V]`, targets `[..., m]`, temperature `[]` -> log-probs of the targets
-    `[..., m]`; entropies, the highest log-probs, `[...]`; float32. What nobody asks for is 0: the
-    latter are for several targets."""
-    scaled = logits[..., :vocabulary].float() / temperature
-    total = scaled.logsumexp(-1)
-    nothing = torch.zeros_like(total)
-    highest = (scaled.amax(-1) - total).detach() if targets.shape[-1] > 1 else nothing
-    entropies = algo.entropy(scaled) if entropy else nothing
-    return scaled.gather(-1, targets) - total[..., None], entropies, highest
-
-
-def likeliest_outputs(
-    logits: Tensor, targets: Tensor, *, temperature: Tensor, vocabulary: int, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `PolicyOutputs.likeliest` has them, of logits `[..., V]` and targets `[..., 1]`."""
+    `[..., m]`; entropies `[...]`, 0 if nobody asks for them; the k highest log-probs, and their
+    ids, `[..., k]`."""
     scaled = logits[..., :vocabulary].float() / temperature
     total = scaled.logsumexp(-1, keepdim=True)
-    highest, ids = scaled.topk(k)
-    chosen = scaled.gather(-1, targets)
-    buckets = algo.buckets(highest - total)
-    lowest = torch.finfo(torch.float16).min
-    return (chosen - total).squeeze(-1), ids.int(), buckets.clamp(min=lowest).half()
+    entropies = algo.entropy(scaled) if entropy else torch.zeros_like(total[..., 0])
+    highest = total[..., :0]
+    ids = targets[..., :0]
+    if k:
+        # the compiler fuses a maximum, and no selection of several
+        highest, ids = scaled.topk(k) if k > 1 else scaled.max(-1, keepdim=True)
+    return scaled.gather(-1, targets) - total, entropies, highest - total, ids
 
 
-_compiled: Any = cache(torch.compile)  # once for the policy and the reference
+@cache
+def _compiled() -> Any:  # once for all models of a rank
+    return torch.compile(token_outputs)

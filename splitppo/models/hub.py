@@ -21,7 +21,10 @@ from splitppo.job.launch import ERROR_FILE
 from splitppo.models.tokenizer import WRITTEN
 
 # of a model: the files beside config.json, and only one format of the weights
-FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors")
+FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"),
+    *("model*.safetensors", "adapter_model.safetensors"),
+)
 REPO = r"([A-Za-z0-9][\w.-]*/[\w.-]+)"
 MODEL = re.compile(rf"{REPO}(?:@(\S+))?()", re.ASCII)
 DATA = re.compile(rf"hf://datasets/{REPO}(?:@(refs/(?:convert|pr)/[\w-]+|[^/\s]+))?/(.+)", re.ASCII)

@@ -68,11 +68,13 @@ class Adapter(Trainable):
     Attributes:
         base: the base model, as the configuration names it.
         digest: returns what identifies the base's weights.
+        where: before the names of its settings in messages; "": the tables of `kind`.
     """
 
     settings: LoraConfig
     base: str = ""
     digest: Callable[[], str] = str
+    where: str = ""
     exact = False
 
     @property
@@ -96,7 +98,8 @@ class Adapter(Trainable):
         chosen = set()
         for target in self.settings.targets or ("",):
             named = f"targets={target}" if target else f"rank={self.settings.rank}"
-            chosen.update(matching(target, names, f"{self.kind}.lora.{named}", "linear layer"))
+            setting = f"{self.where or f'{self.kind}.lora.'}{named}"
+            chosen.update(matching(target, names, setting, "linear layer"))
         return [name for name in names if name in chosen]
 
     def add(self, model: nn.Module) -> None:
@@ -108,7 +111,8 @@ class Adapter(Trainable):
             import peft
         except ImportError as error:
             raise UserError(
-                f"{self.kind}.lora.rank={rank} needs peft; pip install 'splitppo[lora]'"
+                f"{self.where or f'{self.kind}.lora.'}rank={rank} needs peft; "
+                "pip install 'splitppo[lora]'"
             ) from error
         settings = peft.LoraConfig(r=rank, lora_alpha=self.alpha, target_modules=layers)
         peft.inject_adapter_in_model(settings, model, self.kind, low_cpu_mem_usage=True)
@@ -262,11 +266,8 @@ class FrozenAdapter(Adapter):
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return {}
 
-    def check(self, config: PretrainedConfig, start: Path | None = None) -> list[str]:
-        return super().check(config)  # a checkpoint, `start`, has nothing of it
 
-
-def frozen(folder: Path, base: str, digest: Callable[[], str]) -> FrozenAdapter:
+def frozen(folder: Path, base: str, digest: Callable[[], str], where: str) -> FrozenAdapter:
     """What a folder of peft's says of its adapters; the last arguments are as `Adapter` has
     them."""
     settings = _read_settings(folder)
@@ -274,7 +275,7 @@ def frozen(folder: Path, base: str, digest: Callable[[], str]) -> FrozenAdapter:
     named = sorted({name.partition(".lora_")[0] for name in tensors.keys()})  # noqa: SIM118
     targets = tuple(f"^{re.escape(name.removeprefix(PEFT))}$" for name in named)
     lora = LoraConfig(settings.get("r", 0), settings.get("lora_alpha"), targets, str(folder))
-    return FrozenAdapter("policy", lora, base, digest)
+    return FrozenAdapter("policy", lora, base, digest, where)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
-from splitppo.models.build import Kind, auto_class, build, code_of
+from splitppo.models.build import Kind, build, make
 from splitppo.models.heads import PolicyOutputs, last_scores, read_scores, value_outputs
 from splitppo.rollout import Episode, episode_of
 
@@ -132,11 +132,7 @@ def _expected(plain: Any, head: nn.Module, kind: Kind, episode: Episode) -> Tens
 
 def _random_model(config: PretrainedConfig, kind: Kind) -> Any:
     """Its weights are large enough for neighbours, windows and soft caps to matter."""
-    model: Any = (
-        auto_class(config, kind)
-        .from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=bool(code_of(config)))
-        .eval()
-    )
+    model: Any = make(deepcopy(config), kind, torch.float32).eval()
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.copy_(

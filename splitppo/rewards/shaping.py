@@ -4,7 +4,6 @@ The adaptive KL controller."""
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -72,11 +71,11 @@ def place_spans(
     """`[N]` float32: the rewards of each row's spans, of its last message, at the tokens that hold
     their last characters."""
     rewards = torch.zeros(rollout.tokens)
-    row_ends = accumulate(rollout.episode_lengths)
-    for row_end, episode, of_row in zip(row_ends, rollout.episodes, spans, strict=True):
+    parts = rollout.split(rewards)  # views
+    for of_tokens, episode, of_row in zip(parts, rollout.episodes, spans, strict=True):
         if of_row:
             said, _ = episode.turns[-1]
             ends = token_ends(decode, said)
             for end, reward in of_row:
-                rewards[row_end - len(said) + bisect_left(ends, end)] += reward
+                of_tokens[bisect_left(ends, end) - len(said)] += reward
     return rewards

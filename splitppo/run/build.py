@@ -13,7 +13,7 @@ from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
 from splitppo.critic.baselines import Baseline, Mean, UsersAdvantages, Values
-from splitppo.critic.teacher import NoTeacher, Teacher
+from splitppo.critic.teacher import Teacher
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows
 from splitppo.engine.hf import HFEngine
@@ -287,9 +287,9 @@ class Builder:
             offload=self.config.reference.offload,
         )
 
-    def _teacher(self, runner: Runner) -> NoTeacher:
+    def _teacher(self, runner: Runner) -> Teacher | None:
         if not self.config.has_teacher:
-            return NoTeacher()
+            return None
         return Teacher(self.context, self._model("teacher", runner), runner, self.outputs)
 
     def _reward_model(self, runner: Runner) -> RewardModel | None:

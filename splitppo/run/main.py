@@ -23,6 +23,7 @@ from splitppo.errors import UserError, command, say, to_user_error
 from splitppo.job.ends import RESUMABLE, StopSignals, keep_early_signals, mark_saved, report_failure
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime, format_map
+from splitppo.models import build
 from splitppo.placement import holders, place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
@@ -206,6 +207,8 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         "train": "function",
         "validation": "validation" if reward.validation else "function",
     }
+    teacher = resolved.models.get("teacher", resolved.models["policy"])
+    positions, _ = build.most_positions(teacher.config.get_text_config())
     training, validation = (
         data.load_prompts(
             resolved.data,
@@ -217,6 +220,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
             check=functools.partial(check_prompts, getattr(reward, name), setting=f"reward.{name}"),
             render=turns and turns.render,
             teacher_key=config.teacher.prompt_key if split == "train" else None,
+            teacher_most=(positions or 2**31) - config.rollout.max_new_tokens,
         )
         for split, name in scored.items()
     )
@@ -226,17 +230,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
     taught = max(len(prompt.for_teacher.tokens) for prompt in training.prompts)
-    if config.teacher.prompt_key:
-        as_taught = memory.with_setting(resolved, "rollout", "max_prompt_tokens", taught).config
-        teacher = {"teacher": resolved.models["teacher"]}
-        try:
-            check_sizes(as_taught, teacher, resolved.vocabulary_size)
-        except UserError as error:
-            raise UserError(
-                f"teacher.prompt_key={config.teacher.prompt_key}, of which the longest prompt has "
-                f"{taught} tokens: shorten that column or drop the row ({error})"
-            ) from error
-        resolved = replace(resolved, teacher_prompt=taught)
+    resolved = replace(resolved, teacher_prompt=taught)
     training.notes.extend(check_turns(config, turns, training.prompts[0].messages))
     context = room_for_turns(config, longest, resolved.longest)
     return memory.with_setting(resolved, "rollout", "max_context", context), (training, validation)

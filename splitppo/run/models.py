@@ -16,7 +16,13 @@ from splitppo.errors import UserError
 from splitppo.models import build, lora, tiny, weights
 from splitppo.models.cost import Counts
 from splitppo.models.probe import find_mismatch
-from splitppo.models.tokenizer import eos_ids, find_differences, has_tokenizer, read_tokenizer
+from splitppo.models.tokenizer import (
+    eos_ids,
+    find_differences,
+    has_tokenizer,
+    read_tokenizer,
+    turn_end,
+)
 from splitppo.models.trainable import NotTrained, Trainable, count
 from splitppo.run.folder import fingerprint
 from splitppo.run.sources import model_paths
@@ -61,16 +67,17 @@ def setting_of(name: str) -> str:
 
 
 def describe(
-    config: Config,
-    name: str,
-    origin: str,
-    path: str,
-    adapter: str | None = None,
-    *,
-    wanted: bool = False,
+    config: Config, name: str, origin: str, path: str, base: str, *, wanted: bool = False
 ) -> Model:
-    """What settings and config.json say of a model in the folder `path`, unchecked. `adapter`: of a
-    teacher. `wanted`: that it runs on packed rows."""
+    """What settings and config.json say of a model in the folder `path`, unchecked. A teacher's
+    folder may hold an adapter over the policy's, `base`; without a folder of its own it starts as
+    the policy does. `wanted`: that it runs on packed rows."""
+    adapter = None
+    if name == "teacher" and Path(path, lora.SETTINGS).is_file():
+        adapter = path
+        path = base
+    elif name == "teacher" and not config.teacher.path:
+        adapter = config.policy.lora.path
     own_code = config.policy.trust_remote_code
     model_config = (
         tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
@@ -96,13 +103,12 @@ def read_model(
     config: Config, name: str, origin: str, local: Mapping[str, str], wanted: bool, probe: bool
 ) -> Model:
     """Reads and checks a model's folder. `local`: hub name -> its path."""
-    path = local.get(origin, origin)
-    adapter = None
-    if name == "teacher":
-        path, adapter = _teacher_folders(config, path, local)
-    model = describe(config, name, origin, path, adapter, wanted=wanted)
-    if path != "tiny":
-        notes = weights.check_folder(model.config, path, model.kind, random_init=model.random_init)
+    path, base = (local.get(each, each) for each in (origin, config.policy.path))
+    model = describe(config, name, origin, path, base, wanted=wanted)
+    if model.path != "tiny":
+        notes = weights.check_folder(
+            model.config, model.path, model.kind, random_init=model.random_init
+        )
         model = replace(model, notes=tuple(notes))
         if probe and (model.packed or name != "reward"):
             model = replace(model, packed=_packs(config, name, model))
@@ -110,14 +116,6 @@ def read_model(
         _ = model.counts  # refuses what matches nothing
     notes = model.trainable.check(model.config)
     return replace(model, notes=(*model.notes, *notes))
-
-
-def _teacher_folders(config: Config, path: str, local: Mapping[str, str]) -> tuple[str, str | None]:
-    """The folders of a teacher's model and of its adapter, if it has one. `path` may be an
-    adapter's, over the policy's base. Without a folder of its own it starts as the policy does."""
-    if Path(path, lora.SETTINGS).is_file():
-        return local.get(config.policy.path, config.policy.path), path
-    return path, None if config.teacher.path else config.policy.lora.path
 
 
 def _trainable(config: Config, name: str, path: str, adapter: str | None) -> Trainable:
@@ -130,7 +128,8 @@ def _trainable(config: Config, name: str, path: str, adapter: str | None) -> Tra
         return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
     if adapter:
-        return lora.frozen(Path(adapter), config.policy.path, digest)
+        where = f"teacher.path={adapter}: " if config.teacher.path else ""
+        return lora.frozen(Path(adapter), config.policy.path, digest, where)
     if name not in TRAINED:
         return NotTrained(KINDS[name])
     settings: PolicyConfig | ValueConfig = getattr(config, name)
@@ -201,19 +200,23 @@ def check_sizes(
             )
 
 
-def _check_ends(tokenizer: Any, teacher: Model, ends: Collection[int], own_code: bool) -> None:
-    """Refuses a teacher that ends no response as the policy does: it would punish every row's
-    end."""
+def _check_ends(tokenizer: Any, other: Any, teacher: Model, ends: Collection[int]) -> None:
+    """Refuses a teacher that ends responses otherwise than the policy: it would punish every row's
+    end. `other`: its tokenizer. Of several ends the one behind a dialogue's answer counts, where a
+    template shows it: the others end texts."""
     folder = None if teacher.path == "tiny" else Path(teacher.path)
-    if folder and has_tokenizer(teacher.path):
-        tokenizer = read_tokenizer(teacher.path, own_code=own_code)
-    others = eos_ids(teacher.config, tokenizer, folder)
-    if {*ends}.isdisjoint(others):
-        here, there = (tokenizer.convert_ids_to_tokens(sorted(each)) for each in (ends, others))
+    others = eos_ids(teacher.config, other, folder)
+    due = {*turn_end(tokenizer)[:1]} & {*ends} or {*ends}
+    turn = {*turn_end(other)[:1]} & {*others}
+    if not (due <= {*others} and turn <= {*ends}):
+        there, here = (
+            ", ".join(map(str, of.convert_ids_to_tokens(sorted(ids))))
+            for of, ids in ((other, turn or others), (tokenizer, due))
+        )
         raise UserError(
-            f"teacher.path={teacher.name}: its responses end in {', '.join(there) or 'no token'}, "
-            f"the policy's in {', '.join(here)}: it would punish every end; name a teacher with "
-            "the policy's end, or change its eos_token_id"
+            f"teacher.path={teacher.name}: its responses end in {there or 'no token'}, the "
+            f"policy's in {here}: it would punish every end; name a teacher with the policy's end, "
+            "or change its eos_token_id"
         )
 
 
@@ -225,23 +228,23 @@ def hold_against(
     prompts must not hold it (`check_prompt_tokens`). A reward model may read texts."""
     if name == "reward" or model.random_init or model.path == policy.path:
         return model
-    if name == "teacher":
-        _check_ends(tokenizer, model, ends, own_code)
     setting = f"{name}.path={model.name}"
-    if model.path != "tiny" and not has_tokenizer(model.path):
+    notes = [*model.notes]
+    other = tokenizer
+    if model.path == "tiny":
+        other = tiny.build_tokenizer()
+    elif has_tokenizer(model.path):
+        other = read_tokenizer(model.path, own_code=own_code)
+    else:
         facts = [(each.config.model_type, each.config.vocab_size) for each in (model, policy)]
         if facts[0] != facts[1]:
             raise UserError(
                 f"{setting}: it has no tokenizer, and its type and vocabulary {facts[0]} are not "
                 f"the policy's {facts[1]}; put its tokenizer beside it, if it is the policy's"
             )
-        note = "it has no tokenizer; its type and vocabulary are the policy's, so its ids should be"
-        return replace(model, notes=(*model.notes, note))
-    other = (
-        tiny.build_tokenizer()
-        if model.path == "tiny"
-        else read_tokenizer(model.path, own_code=own_code)
-    )
+        notes.append(
+            "it has no tokenizer; its type and vocabulary are the policy's, so its ids should be"
+        )
     differences = find_differences(other, tokenizer)
     added = tokenizer.added_tokens_decoder
     wrong = [token for token in differences if token in ends or token not in added]
@@ -251,14 +254,15 @@ def hold_against(
             f"{setting}: id {min(wrong)} is {there!r} in its tokenizer and {here!r} in the "
             "policy's; it reads the policy's ids: name a model with the policy's tokenizer"
         )
-    if not differences:
-        return model
-    first, (there, here) = min(differences.items())
-    note = (
-        f"{len(differences)} added tokens are others in its tokenizer, the first id {first} "
-        f"({there!r}, in the policy's {here!r}); prompts must not hold them"
-    )
-    return replace(model, notes=(*model.notes, note), other_tokens=frozenset(differences))
+    if name == "teacher":
+        _check_ends(tokenizer, other, model, ends)
+    if differences:
+        first, (there, here) = min(differences.items())
+        notes.append(
+            f"{len(differences)} added tokens are others in its tokenizer, the first id {first} "
+            f"({there!r}, in the policy's {here!r}); prompts must not hold them"
+        )
+    return replace(model, notes=tuple(notes), other_tokens=frozenset(differences))
 
 
 def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: PromptSet) -> None:

@@ -78,7 +78,7 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
     def weights() -> Mapping[str, Any]:
         folder = hub.find("policy.path", base, own_code=config.policy.trust_remote_code)[1]
         # frozen, as a teacher is
-        facts = describe(config, "teacher", base, folder, name if is_adapter else None)
+        facts = describe(config, "teacher", base, name if is_adapter else folder, folder)
         facts.trainable.check(facts.config)
         model = build.build(facts.config, facts.kind)
         facts.trainable.add(model)

@@ -166,21 +166,21 @@ def public_settings(config: Config) -> Iterator[tuple[str, Any]]:
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
     """A checkpoint's policy or value model, on the CPU in float32, adapters merged. Without a
-    checkpoint: the policy before training, or its base; or another model of the run. Needs no
-    process group."""
+    checkpoint: the policy before training, or another model of the run. Needs no process group."""
     path = str(model_folder(config, run, kind))
-    facts = describe(config, kind, model_paths(config)[kind], path)
+    base = str(model_folder(config, run, "policy"))
+    facts = describe(config, kind, model_paths(config)[kind], path, base)
     model = build.build(facts.config, facts.kind)
     held = facts.trainable
-    if saved:
-        held.add(model)
+    held.add(model)
     cpu = torch.device("cpu")
     there = held.saved(model) if saved else {}
     # a checkpoint has neither buffers nor what is not trained
     if buffers_of(model) or weights_of(model).keys() - there.keys():
         drawn = facts.random_init
-        base = model_folder(config, run, kind, weights=not drawn)
-        fill(model, str(base), cpu, random_init=drawn, seed=config.seed)
+        holder = "policy" if facts.path == base else kind
+        source = model_folder(config, run, holder, weights=not drawn)
+        fill(model, str(source), cpu, random_init=drawn, seed=config.seed)
     else:
         materialize(model, cpu)
     if saved:
@@ -188,4 +188,6 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         weights = {name: weight.detach() for name, weight in held.saved(model).items()}
         read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
+    else:
+        held.read(model, config.seed)
     return assemble(facts.config, facts.kind, held.merged(model))

@@ -156,6 +156,12 @@ def test_shards_at_a_revision(hub, files, shards, folder):
     assert {key for file in Path(path).glob("model-*") for key in load_file(file)} == whole.keys()
 
 
+def test_an_adapter_has_its_weights(hub):
+    files = dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), b"{}")
+    hub.push("acme/adapter", files)
+    assert contents(Path(find("teacher.path", "acme/adapter")[1])) == files
+
+
 def test_a_file_of_a_data_set(hub, cache):
     main = hub.push(
         "acme/qa",

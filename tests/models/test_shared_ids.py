@@ -1,6 +1,7 @@
 """Models that read the policy's token ids are held against its tokenizer, id by id."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +120,46 @@ def test_a_token_that_ends_responses_must_be_the_same(folders: Path, tmp_path: P
         dry(folders, f"--policy.path={tmp_path}", f"--reference.path={folders / 'fewer added'}")
 
 
-def test_a_teacher_that_ends_no_response_as_the_policy_does_is_refused(
-    folders: Path, tmp_path: Path
+def with_ends(folders: Path, to: Path, ends: list[str], turn: str) -> Path:
+    """A copy of a folder whose config.json names these ends; `turn` is behind a dialogue's
+    answer."""
+    tokenizer = AutoTokenizer.from_pretrained(folders / "same")
+    eos = tokenizer.eos_token
+    ids = tokenizer.convert_tokens_to_ids([end or eos for end in ends])
+    shutil.copytree(folders / "same", to)
+    (to / "generation_config.json").unlink()
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"eos_token_id": ids}))
+    tokenizer.eos_token = ends[0] or eos
+    tokenizer.chat_template = CHAT.replace("{% endfor", f"{turn}{{% endfor")
+    tokenizer.save_pretrained(to)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("policy", "teacher", "refused"),
+    [
+        (([""], ""), (["<|c|>"], ""), True),
+        (([""], ""), (["<|c|>", ""], ""), False),
+        (([""], ""), (["<|c|>", ""], "<|c|>"), True),
+        ((["", "<|c|>"], ""), ([""], ""), True),
+        ((["<|c|>", ""], "<|c|>"), (["<|c|>"], "<|c|>"), False),
+        ((["<|c|>", ""], "<|c|>"), ([""], ""), True),
+    ],
+)
+def test_a_teacher_that_ends_responses_otherwise_than_the_policy_is_refused(
+    folders: Path, tmp_path: Path, policy: Any, teacher: Any, refused: bool
 ) -> None:
-    for file in (folders / "same").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.eos_token = "<|c|>"
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink()
-    config = json.loads((tmp_path / "config.json").read_text())
-    other = tokenizer.convert_tokens_to_ids("<|c|>")
-    for ends, refused in (([other], True), ([other, config["eos_token_id"]], False)):
-        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
-        if refused:
-            with pytest.raises(UserError, match=r"teacher.path=.*it would punish every end"):
-                dry(folders, f"--teacher.path={tmp_path}")
-        else:
-            dry(folders, f"--teacher.path={tmp_path}")
+    """By the end behind a dialogue's answer, where a template shows one."""
+    paths = {"policy": policy, "teacher": teacher}
+    flags = [
+        f"--{role}.path={with_ends(folders, tmp_path / role, *of)}" for role, of in paths.items()
+    ]
+    if not refused:
+        assert "teacher" in dry(folders, *flags)
+        return
+    with pytest.raises(UserError, match=r"teacher.path=.*it would punish every end"):
+        dry(folders, *flags)
 
 
 def test_weights_that_are_drawn_read_any_ids(folders: Path) -> None:

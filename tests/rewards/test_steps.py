@@ -10,11 +10,13 @@ import torch
 from episodes import episode
 from ranks import run_ranks
 from runs import main_rank, records
+from safetensors.torch import load_file
 from test_reward_model import CPU, folders, letters, spread
 from tiers import wide
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForSequenceClassification,
@@ -22,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
 from splitppo import train
@@ -108,7 +111,22 @@ def models(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
                 "{% for m in messages %}{{ m.role[0] }}!{{ m.content | trim }}?{% endfor %}"
             )
         tokenizer.save_pretrained(root / name)
-    return folders | {name: root / name for name in ("labels", "tokens", "marked")}
+    small = Qwen2Config(vocab_size=size, num_key_value_heads=2, **shape, **LABELS)
+    two_layers = with_two_layers(AutoModelForSequenceClassification.from_config(small))
+    spread(two_layers).save_pretrained(root / "qwen")
+    file = root / "qwen" / "config.json"
+    names = {"architectures": ["Qwen2ForProcessRewardModel"]}
+    names |= {"auto_map": {"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
+    AutoTokenizer.from_pretrained(folders["policy"]).save_pretrained(root / "qwen")
+    return folders | {name: root / name for name in ("labels", "tokens", "marked", "qwen")}
+
+
+def with_two_layers(model: Any) -> Any:
+    """With the head of Qwen2.5-Math-PRM."""
+    width = model.config.hidden_size
+    model.score = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+    return model
 
 
 def rows_of(tokenizer: Any) -> tuple[list[Prompt], list[Episode]]:
@@ -159,6 +177,8 @@ def score_by_the_library(model: Any, ids: list[int]) -> float:
         ("encoder", 1, {"one_pass": False}),
         ("marked", 1, {"one_pass": True}),
         ("marked", 1, {"one_pass": False}),
+        ("qwen", 2, {"one_pass": True}),
+        ("qwen", 1, {"one_pass": False}),
     ],
 )
 def test_each_step_is_scored_as_the_text_up_to_its_end(
@@ -171,7 +191,11 @@ def test_each_step_is_scored_as_the_text_up_to_its_end(
     auto: Any = (
         AutoModelForTokenClassification if kind == "tokens" else AutoModelForSequenceClassification
     )
-    model = auto.from_pretrained(models[kind], dtype=torch.float32).eval()
+    if kind == "qwen":
+        model = with_two_layers(auto.from_config(Qwen2Config.from_pretrained(models[kind]))).eval()
+        model.load_state_dict(load_file(models[kind] / "model.safetensors"))
+    else:
+        model = auto.from_pretrained(models[kind], dtype=torch.float32).eval()
     for row, (asked, said, ends) in enumerate(ROWS):
         heads = [policy(asked + said[:end]).input_ids for end in ends]
         if not ends:
@@ -272,6 +296,7 @@ def test_steps_share_a_pass_where_the_model_is_causal(models: dict[str, Path]) -
         ("decoder", None, True),
         ("labels", "good", True),
         ("tokens", "good", True),
+        ("qwen", "good", True),
         ("encoder", None, False),
     ):
         path = str(models[name])
