@@ -214,7 +214,7 @@ def make(config: PretrainedConfig, kind: Kind, dtype: torch.dtype, **options: An
     )
     if kind == "reward" and "Qwen2ForProcessRewardModel" in names:
         width = config.hidden_size
-        layers = nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.num_labels)
+        layers = nn.Linear(width, width), nn.ReLU(), nn.Linear(width, len(config.id2label or ()))
         model.score = nn.Sequential(*layers).to(dtype)
     return model
 

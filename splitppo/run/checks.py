@@ -78,9 +78,9 @@ def preflight(resolved: Resolved) -> None:
 
 def check_adapters(resolved: Resolved, checkpoint: Path | None) -> None:
     """Refuses a checkpoint whose adapters are of other models."""
-    for name in resolved.models.keys() & TRAINED if checkpoint else ():
-        model = resolved.models[name]
-        model.trainable.check(model.config, checkpoint / resolved.role_of(name))
+    for name, model in resolved.models.items():
+        if checkpoint and name in TRAINED:
+            model.trainable.check(model.config, checkpoint / resolved.role_of(name))
 
 
 def warnings(resolved: Resolved) -> list[str]:
