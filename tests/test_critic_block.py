@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from critic_advantages import fused, of_prompt, positive
 from critic_arms import Arm, Deviation, Digits, first_tokens
 from critic_block import Block, Job
-from critic_plan import quotas, write_sums
+from critic_plan import DIGITS
+from critic_rewards import answer, written
 from critic_study import flags_of
 from critic_tables import (
     best_rate,
@@ -26,6 +28,7 @@ from critic_tables import (
     student_limit,
     verdict,
 )
+from critic_tasks import quotas, write_sums
 from measured import DOCS, read_figures
 
 from splitppo.rollout import Episode, Rollout, Segment
@@ -40,7 +43,7 @@ def sums_of(file: Path) -> list[tuple[frozenset[int], str]]:
 
 
 def test_no_sum_is_trained_on_and_held_out_in_either_order(tmp_path: Path) -> None:
-    write_sums(tmp_path)
+    write_sums(tmp_path, DIGITS)
     held_out = sums_of(tmp_path / "held_out.jsonl")
     assert {pair for pair, _ in held_out}.isdisjoint(
         pair for pair, _ in sums_of(tmp_path / "training.jsonl")
@@ -89,6 +92,48 @@ def test_baselines_by_hand() -> None:
     z = 0.5 / (0.5**0.5 + 1e-6)
     found = advantages(Deviation, ["a"] * 4, 2, [1.0, 0, 1, 1], [1, 2, 1, 3])
     assert found == pytest.approx([z, -z, 0, 0])
+
+
+ROWS = torch.tensor([1, 2, 1, 1])  # tokens of four rows, two of each prompt
+SCORES = torch.tensor([1.0, 0, 0, 1, 1])
+
+
+def test_advantages_of_papers_by_hand() -> None:
+    found = positive(rewards=SCORES, lengths=ROWS, values=SCORES, prompts=ROWS)
+    # scores 1 0 1 1: mean 3/4, deviation sqrt(3)/4
+    assert found.tolist() == pytest.approx([3**-0.5, 0, 0, 3**-0.5, 3**-0.5])
+    pair = torch.tensor([3, 3, 7, 7])
+    values = torch.tensor([0.5, 0.5, 0, 0.9, 0.9])
+    # the first prompt's mean, 1/2, has the error 1/4, and its value says the same; the second's
+    # responses agree, so the mean counts alone
+    found = fused(
+        rewards=torch.tensor([1.0, 0, 0, 1, 1]), values=values, lengths=ROWS, prompts=pair
+    )
+    assert found.tolist() == pytest.approx([0.5, -0.5, -0.5, 0, 0])
+    # mean 1/2, error 1/4, value 2: bias 9/4 - 1/4 = 2, so the value weighs 1/9
+    found = fused(rewards=SCORES, values=values * 4, lengths=ROWS, prompts=pair)
+    assert found[:3].tolist() == pytest.approx([1 - 2 / 3, -2 / 3, -2 / 3], abs=1e-6)
+
+
+def test_what_the_prompt_tells_is_a_line_by_the_first_value() -> None:
+    lengths = torch.tensor([2, 2, 2, 1])
+    rewards = torch.tensor([0.0, 3, 0, 1, 0, 5, 2])
+    values = torch.tensor([1.0, 9, 2, 9, 3, 9, 2])  # later ones count for nothing
+    found = of_prompt(rewards=rewards, values=values, lengths=lengths)
+    # first token: returns 3 1 5 2 by values 1 2 3 2: mean 11/4, slope 1; second: 3 1 5 by 1 2 3
+    assert found.tolist() == pytest.approx([1.25, 1, -1.75, -2, 1.25, 1, -0.75])
+
+
+def test_an_error_costs_what_is_behind_it() -> None:
+    def spans(text: str) -> list[float]:
+        return [paid for _, paid in written("", text, "432", None)["spans"]]
+
+    assert spans("432") == pytest.approx([1 / 3] * 3)
+    assert spans("422") == pytest.approx([1 / 3, 0.8 / 3, 0.8 / 3])
+    assert spans("932x") == pytest.approx([0, 0, 0, -1 / 3])
+    assert answer("", "It is 3 + 4 = 7.\n8", "7", None) == 1
+    assert answer("", "I say: Foundation, acute!", "foundation, acute", None) == 1
+    assert answer("", "acute", "foundation, acute", None) == 0
 
 
 def test_intervals_are_those_of_the_tables() -> None:

@@ -4,6 +4,11 @@ how it is judged stands in docs/critic_study.md ("The plan"), committed before t
     python tests/gpu/critic_block.py run OUT --policy MODEL --gpus 4 --jobs 32 --plan COMMIT
     python tests/gpu/critic_block.py table OUT/runs.jsonl
 
+Tasks (`--task`, critic_plan.py): `sums` of one to four digits, mixed; `papers`, the same with arms
+that papers propose; `alike`, two digits; `mixture`, ten tasks of reasoning-gym (`data OUT --task
+mixture` writes its files where that is installed; `run` takes them as they are); `written`, the
+embedded model on the CPU, with rewards on the way.
+
 `run` makes the runs that OUT/runs.jsonl lacks: every arm with each rate by two seeds, then fresh
 seeds at the arm's best rate. OUT/runs.jsonl gets a line for each run that has ended. A run that
 fails ends no other; it is tried once more, and its output is OUT/NAME.log. After `--seconds` all
@@ -22,18 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from critic_plan import (
-    ARMS,
-    DIGITS,
-    EXPLAINED,
-    HELD_OUT,
-    RATE_SEEDS,
-    RATES,
-    ROWS,
-    SEEDS,
-    STEPS,
-    write_sums,
-)
+from critic_plan import ARMS, RATE_SEEDS, SEEDS, TASKS, Task
 from critic_tables import best_rate, printed, read_all, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +51,16 @@ def read_run(folder: Path, job: Job, options: argparse.Namespace) -> dict[str, A
         [json.loads(line) for line in (folder / "metrics" / f"{role}.jsonl").open()]
         for role in ("actor", "critic")
     )
+    sources = options.held_out
     trained = [line for line in actor if line["step"]]
     by_step = {line["step"]: line for line in critic}
     lines = [by_step[step] for step in range(1, options.steps + 1)]
     names = ["val/score/mean"]
-    if len(options.digits) > 1:
-        names += [f"val/score/addition_{count}/mean" for count in options.digits]
-    places = [place for place in EXPLAINED if f"critic/explained/{place}" in lines[0]]
+    if len(sources) > 1:
+        names += [f"val/score/{source}/mean" for source in sources]
+    places = [
+        place for place in TASKS[options.task].explained if f"critic/explained/{place}" in lines[0]
+    ]
     return {
         "arm": job.arm,
         "rate": job.rate,
@@ -151,7 +148,7 @@ class Block:
 
         def load(gpu: int) -> tuple[int, int]:
             arms = [job.arm for job, _, at, _ in self.running.values() if at == gpu]
-            return len(arms), sum(arm.startswith("V") for arm in arms)
+            return len(arms), sum("--ppo.baseline" not in ARMS[arm].flags for arm in arms)
 
         return min(range(max(1, self.options.gpus)), key=load)
 
@@ -233,34 +230,54 @@ def machine(gpus: int) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
+def write_data(out: Path, task: Task) -> dict[str, int]:
+    """Writes the task's files into the folder, or takes those that are there; returns how many
+    held-out rows each data_source has."""
+    out.mkdir(parents=True, exist_ok=True)
+    sizes = out / "held_out.json"
+    if not sizes.is_file():
+        sizes.write_text(json.dumps(task.write(out)))
+    return json.loads(sizes.read_text())
+
+
+def flags_of(options: argparse.Namespace, out: Path) -> list[str]:
+    """Of the trainer, for all runs."""
+    flags = [
+        *TASKS[options.task].flags,
+        "--data.files", str(out / "training.jsonl"),
+        "--data.validation-files", str(out / "held_out.jsonl"),
+        "--data.validation-rows", str(sum(options.held_out.values())),
+        "--steps", str(options.steps), "--rollout.batch-size", str(options.rows),
+        "--log.validate-every", str(max(1, options.steps // 10)), "--log.samples", "0",
+        "--placement.mode", "colocated", "--checkpoint.no-last",
+    ]  # fmt: skip
+    if TASKS[options.task].embedded:
+        return flags
+    return [
+        "--config", str(ROOT / "configs" / "smollm2" / "two_digits.toml"),
+        "--policy.path", str(options.policy.absolute()), *flags,
+        "--engine.kind", "hf", "--engine.max-rows", "1024", "--compute.compile", "off",
+        "--compute.micro-batch-tokens", "4096",
+    ]  # fmt: skip
+
+
 def make_runs(options: argparse.Namespace, extra: list[str]) -> int:
     out = options.out.absolute()
-    (out / "runs").mkdir(parents=True, exist_ok=True)
-    flags = [
-        "--config", str(ROOT / "configs" / "smollm2" / "two_digits.toml"),
-        "--policy.path", str(options.policy.absolute()), "--steps", str(options.steps),
-        *write_sums(out, options.digits), "--data.validation-rows", str(HELD_OUT),
-        "--reward.function", "last_number", "--rollout.batch-size", str(options.rows),
-        "--rollout.max-new-tokens", "24", "--log.validate-every", str(max(1, options.steps // 10)),
-        "--placement.mode", "colocated", "--checkpoint.no-last", "--log.samples", "0",
-        "--engine.kind", "hf", "--engine.max-rows", "1024", "--compute.compile", "off",
-        "--compute.micro-batch-tokens", "4096", *extra,
-    ]  # fmt: skip
+    task = TASKS[options.task]
+    options.held_out = write_data(out, task)
+    for name in ("arms", "rates", "steps", "rows"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(task, name))
+    (out / "runs").mkdir(exist_ok=True)
+    flags = [*flags_of(options, out), *extra]
     block = Block(out, options, flags, time.time() + options.seconds)
     file = out / "runs.jsonl"
     if file.is_file():
         block.done = {Job(r["arm"], r["rate"], r["seed"]).name: r for r in read_lines(file)[1]}
     else:
-        first = {
-            "plan": options.plan,
-            "machine": machine(options.gpus),
-            "steps": options.steps,
-            "rows": options.rows,
-            "digits": options.digits,
-            "rate_seeds": options.rate_seeds,
-            "seeds": options.seeds,
-        }
-        file.write_text(json.dumps(first) + "\n")
+        names = ("task", "plan", "steps", "rows", "held_out", "rate_seeds", "seeds")
+        first = {name: getattr(options, name) for name in names}
+        file.write_text(json.dumps(first | {"machine": machine(options.gpus)}) + "\n")
     block.work()
     left = [job.name for job in block.jobs() if job.name not in block.done]
     print(f"{len(block.done)} runs have ended; left: {' '.join(left) or 'none'}", flush=True)
@@ -273,32 +290,33 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = parser.add_subparsers(dest="part", required=True)
+    data = parts.add_parser("data")
     run = parts.add_parser("run")
-    run.add_argument("out", type=Path)
+    for part in (data, run):
+        part.add_argument("out", type=Path)
+        part.add_argument("--task", choices=list(TASKS), default="sums")
     run.add_argument("--policy", type=Path, default=ROOT / "models" / "smollm2-135m-instruct")
     run.add_argument("--plan", default="none", help="the commit of the plan, for the table")
     run.add_argument("--gpus", type=int, default=0, help="0: as the trainer finds it")
     run.add_argument("--jobs", type=int, default=1, help="runs at a time")
     run.add_argument("--mps", help="folder with a pipe folder of an MPS server for each GPU")
     run.add_argument("--seconds", type=float, default=36_000.0, help="until all runs end")
-    run.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    run.add_argument("--digits", type=int, nargs="+", default=list(DIGITS))
-    run.add_argument(
-        "--rates",
-        nargs="+",
-        default=list(RATES),
-        help="of the policy; a single one has no --rate-seeds",
-    )
+    run.add_argument("--arms", nargs="+", choices=list(ARMS), help="unset: the task's")
+    run.add_argument("--rates", nargs="+", help="of the policy; a single one has no --rate-seeds")
     run.add_argument("--rate-seeds", type=int, nargs="*", default=list(RATE_SEEDS))
     run.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
-    run.add_argument("--steps", type=int, default=STEPS)
-    run.add_argument("--rows", type=int, default=ROWS)
+    run.add_argument("--steps", type=int, help="unset: the task's")
+    run.add_argument("--rows", type=int, help="unset: the task's")
     table = parts.add_parser("table")
     table.add_argument("files", type=Path, nargs="+", help="the first one's plan; runs of all")
+    table.add_argument("--arms", nargs="+", choices=list(ARMS), help="unset: the first file's")
     options = parser.parse_args(mine.split())
     if options.part == "run":
         return make_runs(options, extra.split())
-    print(printed(*read_all(options.files)))
+    if options.part == "data":
+        print(write_data(options.out, TASKS[options.task]))
+    else:
+        print(printed(*read_all(options.files, options.arms)))
     return 0
 
 

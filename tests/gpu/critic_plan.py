@@ -1,22 +1,23 @@
-"""What critic_block.py runs and compares: the plan in docs/critic_study.md, as data."""
+"""What critic_block.py runs and compares: the plans in docs/critic_study.md, as data."""
 
-import json
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import critic_tasks
+
+HERE = Path(__file__).parent
 DIGITS = (1, 2, 3, 4)
-TRAINING = 20_000  # sums in the file
-HELD_OUT = 998  # sums, as many of each count of digits
-ONE_DIGIT = 14  # of them at most: there are 55, in either order
-RATES = ("1e-5", "2e-5", "4e-5", "8e-5")
 RATE_SEEDS = (1, 2)
 SEEDS = tuple(range(11, 21))
-STEPS = 50
-ROWS = 256
 EQUAL = 0.02  # a difference within this on either side counts as none
-EXPLAINED = {"first": "the first token", "token_8": "tokens 8 to 15"}
+EXPLAINED = {
+    "first": "the first token",
+    "token_2": "tokens 2 and 3",
+    "token_4": "tokens 4 to 7",
+    "token_8": "tokens 8 to 15",
+}
 AFTER = (1_000, 2_000, 4_000, 8_000, 12_000)  # rows, where the explained variance is read
 
 
@@ -28,6 +29,10 @@ class Arm:
     flags: tuple[str, ...]
     baseline: str = "none"  # of critic_arms.py
     like: str = ""
+
+
+def advantages(name: str) -> tuple[str, str]:
+    return "--ppo.advantages", f"{HERE / 'critic_advantages.py'}:{name}"
 
 
 ONE = ("--rollout.samples", "1")
@@ -45,6 +50,15 @@ ARMS = {
         (*EIGHT, *GROUP, "--ppo.no-whiten"),
         "deviation",
     ),
+    "T1": Arm("mean by task, 1 response", (*ONE, *BATCH), "digits"),
+    "Q1": Arm(
+        "what the value model says of the prompt, 1 response", (*ONE, *advantages("of_prompt"))
+    ),
+    "P1": Arm(
+        "batch mean, tokens of positive advantage only, 1 response",
+        (*ONE, *BATCH, "--ppo.no-whiten", *advantages("positive")),
+    ),
+    "F8": Arm("value model and group mean fused, 8 responses", (*EIGHT, *advantages("fused"))),
 }
 # block two, its first part: settings of the value model; V1 has rate 1e-4, lambda 1
 SETTINGS = {
@@ -58,61 +72,73 @@ ARMS |= {
     name: Arm(f"value model, 1 response, {title}", (*ONE, *flags), like="V1")
     for name, (title, flags) in SETTINGS.items()
 }
-PRIMARY = ("V1", "D1")
-SECONDARY = (
-    ("V1", "B1"), ("V1", "G8"), ("V1", "S8"), ("V1", "V8"),
-    ("V8", "G8"), ("V8", "S8"), ("D1", "B1"), ("D1", "G8"),
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and what is compared there. `write` makes training.jsonl and held_out.jsonl
+    in a folder, and returns how many held-out rows each data_source has. `explained`: places of a
+    row (`critic/explained/PLACE`). `unit`: of the held-out rows, for a table's head."""
+
+    write: Callable[[Path], Mapping[str, int]]
+    arms: tuple[str, ...]
+    primary: tuple[str, str]
+    secondary: Sequence[tuple[str, str]] = ()
+    flags: tuple[str, ...] = ("--reward.function", "last_number", "--rollout.max-new-tokens", "24")
+    rates: tuple[str, ...] = ("1e-5", "2e-5", "4e-5", "8e-5")
+    steps: int = 50
+    rows: int = 256
+    explained: tuple[str, ...] = ("first", "token_8")
+    unit: str = ""
+    embedded: bool = False  # the embedded model, in place of SmolLM2
+
+
+BLOCK = ("V1", "D1", "B1", "G8", "V8", "S8")
+SUMS = Task(
+    partial(critic_tasks.write_sums, digits=DIGITS),
+    (*BLOCK, *SETTINGS),
+    ("V1", "D1"),
+    (
+        ("V1", "B1"), ("V1", "G8"), ("V1", "S8"), ("V1", "V8"),
+        ("V8", "G8"), ("V8", "S8"), ("D1", "B1"), ("D1", "G8"),
+    ),
+    unit=" sums",
 )  # fmt: skip
-
-
-# ---- the task
-
-
-def quotas(digits: Sequence[int]) -> dict[int, int]:
-    """How many sums of each count of digits are held out."""
-    longer = [count for count in digits if count > 1]
-    ones = ONE_DIGIT if 1 in digits else 0
-    return {count: ones if count == 1 else (HELD_OUT - ones) // len(longer) for count in digits}
-
-
-def write_sums(out: Path, digits: Sequence[int] = DIGITS) -> list[str]:
-    """Writes the sums to train on and those held out; returns the flags that read them. No sum is
-    in both files, in either order of its numbers. The data_source names the count of digits."""
-    drawn = random.Random(54)
-
-    def draw(count: int) -> tuple[int, int]:
-        low = 10 ** (count - 1) if count > 1 else 0
-        return drawn.randrange(low, 10**count), drawn.randrange(low, 10**count)
-
-    held_out: dict[frozenset[int], tuple[int, int]] = {}
-    sizes = quotas(digits)
-    for place in range(max(sizes.values())):  # in turn: the first few have all counts
-        for count in (count for count, size in sizes.items() if place < size):
-            while frozenset(pair := draw(count)) in held_out:
-                pass
-            held_out[frozenset(pair)] = pair
-    training: list[tuple[int, int]] = []
-    while len(training) < TRAINING:
-        pair = draw(digits[len(training) % len(digits)])
-        if frozenset(pair) not in held_out:
-            training.append(pair)
-    flags = []
-    for flag, name, pairs in (
-        ("--data.files", "training", training),
-        ("--data.validation-files", "held_out", list(held_out.values())),
-    ):
-        rows = [
-            {
-                "prompt": f"What is {a}+{b}?",
-                "data_source": f"addition_{len(str(a))}",
-                "reward_model": {"ground_truth": str(a + b)},
-            }
-            for a, b in pairs
-        ]
-        file = out / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        flags += [flag, str(file)]
-    return flags
-
-
-# ---- the runs
+TASKS = {
+    "sums": SUMS,
+    "papers": Task(
+        SUMS.write,
+        ("P1", "F8", "B1", "V8", "G8"),
+        ("P1", "B1"),
+        (("P1", "G8"), ("F8", "V8"), ("F8", "G8")),
+        unit=" sums",
+    ),
+    "alike": Task(
+        partial(critic_tasks.write_sums, digits=(2,)),
+        ("V1", "B1", "G8", "V8", "S8"),
+        ("V1", "B1"),
+        (("V1", "G8"), ("V8", "G8"), ("V8", "S8"), ("B1", "G8")),
+        unit=" sums",
+    ),
+    "mixture": Task(
+        critic_tasks.write_mixture,
+        ("V1", "T1", "B1", "G8"),
+        ("V1", "T1"),
+        (("V1", "B1"), ("V1", "G8"), ("T1", "B1")),
+        ("--reward.function", f"{HERE / 'critic_rewards.py'}:answer",
+         "--rollout.max-new-tokens", "24"),
+    ),
+    "written": Task(
+        critic_tasks.write_written,
+        ("V1", "B1", "Q1", "G8"),
+        ("V1", "B1"),
+        (("V1", "Q1"), ("Q1", "B1"), ("V1", "G8")),
+        ("--reward.function", f"{HERE / 'critic_rewards.py'}:written",
+         "--rollout.max-new-tokens", "6"),
+        rates=("5e-4", "1e-3", "2e-3"),
+        steps=120,
+        rows=128,
+        explained=("first", "token_2", "token_4"),
+        embedded=True,
+    ),
+}  # fmt: skip

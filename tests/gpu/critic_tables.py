@@ -10,35 +10,30 @@ from pathlib import Path
 from statistics import fmean, stdev, variance
 from typing import Any
 
-from critic_plan import (
-    AFTER,
-    ARMS,
-    DIGITS,
-    EQUAL,
-    EXPLAINED,
-    PRIMARY,
-    ROWS,
-    SECONDARY,
-    SETTINGS,
-    quotas,
-)
+from critic_plan import AFTER, ARMS, DIGITS, EQUAL, EXPLAINED, SETTINGS, TASKS, Task
+from critic_tasks import quotas
 
 
 def read_lines(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The first line, which says what was run and where; and the runs."""
     first, *runs = map(json.loads, file.read_text().splitlines())
-    return first, runs
+    # the first block's line has neither
+    sums = {f"addition_{count}": size for count, size in quotas(DIGITS).items()}
+    return {"task": "sums", "held_out": sums} | first, runs
 
 
-def read_all(files: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """As `read_lines`, of several files: the first one's plan and arms, the fresh seeds of all."""
+def read_all(
+    files: list[Path], arms: list[str] | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `read_lines`, of several files: the first one's plan, the fresh seeds of all. Without
+    `arms` those of the first file."""
     first, runs = read_lines(files[0])
-    arms = {run["arm"] for run in runs}
+    kept = arms or {run["arm"] for run in runs}
     for file in files[1:]:
         more, others = read_lines(file)
-        first["seeds"] += more["seeds"]
-        runs += [r for r in others if r["arm"] in arms and r["seed"] in more["seeds"]]
-    return first, runs
+        first["seeds"] = sorted({*first["seeds"], *more["seeds"]})
+        runs += [run for run in others if run["seed"] in more["seeds"]]
+    return first, [run for run in runs if run["arm"] in kept]
 
 
 def mean_over_steps(run: dict[str, Any], column: int = 1) -> float:
@@ -176,6 +171,7 @@ Of = Callable[[dict[str, Any]], float]  # what is measured of a run
 
 def tables(first: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Table]:
     """All tables of the page by title, of the lines of runs.jsonl."""
+    task = TASKS[first["task"]]
     by_arm: Runs = {arm: {} for arm in ARMS}
     for run in runs:
         if run["seed"] in first["seeds"]:
@@ -192,13 +188,18 @@ def tables(first: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Table
     measures = [measure(main, of) for of in measures_of(budget)]
     name = f"Held-out score, mean of the seeds ± 95 % interval; equal tokens: {budget:,.0f}"
     parts[name] = arm_table(main, measures)
-    parts["Differences, with 95 % intervals"] = difference_table(measures)
-    digits = quotas(first.get("digits", DIGITS))
-    if len(digits) > 1:
-        parts["By count of digits, mean over equal tokens; at the end"] = digit_table(
-            main, budget, digits
+    parts["Differences, with 95 % intervals"] = difference_table(task, measures)
+    sources = {
+        f"{source.removeprefix('addition_')} ({size}{task.unit})": 2 + column
+        for column, (source, size) in enumerate(first["held_out"].items())
+    }
+    if len(sources) > 1:
+        parts["By kind of row, mean over equal tokens; at the end"] = source_table(
+            main, budget, sources
         )
-    parts["Explained variance, mean of the seeds ± 95 % interval"] = explained_table(by_arm)
+    parts["Explained variance, mean of the seeds ± 95 % interval"] = explained_table(
+        task, by_arm, first["rows"]
+    )
     parts["Each seed: held-out, mean over equal tokens"] = seed_table(measures[0])
     settings = {arm: seeds for arm, seeds in by_arm.items() if ARMS[arm].like}
     if settings and "V1" in by_arm:
@@ -259,12 +260,12 @@ def arm_table(arms: Runs, columns: list[Measure]) -> Table:
     return table
 
 
-def digit_table(arms: Runs, budget: float, digits: dict[int, int]) -> Table:
-    heads = [f"{count} ({size} sums)" for count, size in digits.items()]
-    table = [["advantages from", *heads]]
+def source_table(arms: Runs, budget: float, sources: dict[str, int]) -> Table:
+    """`sources`: head -> where a held-out line has its score."""
+    table = [["advantages from", *sources]]
     for arm, seeds in arms.items():
         cells = []
-        for column in range(2, 2 + len(digits)):
+        for column in sources.values():
             over = estimate([mean_over_tokens(run, budget, column) for run in seeds.values()])
             end = estimate([run["held_out"][-1][column] for run in seeds.values()])
             cells.append(f"{over}; {end}")
@@ -277,9 +278,9 @@ def is_paired(first: str, second: str) -> bool:
     return ARMS[first].flags[:2] == ARMS[second].flags[:2]
 
 
-def difference_table(measures: list[Measure]) -> Table:
+def difference_table(task: Task, measures: list[Measure]) -> Table:
     """The primary question, and the others with Holm's correction."""
-    pairs = [pair for pair in (PRIMARY, *SECONDARY) if {*pair} <= measures[0].keys()]
+    pairs = [pair for pair in (task.primary, *task.secondary) if {*pair} <= measures[0].keys()]
     results = [
         [
             difference(values[first], values[second], paired=is_paired(first, second))
@@ -287,7 +288,7 @@ def difference_table(measures: list[Measure]) -> Table:
         ]
         for first, second in pairs
     ]
-    others = [index for index, pair in enumerate(pairs) if pair != PRIMARY]
+    others = [index for index, pair in enumerate(pairs) if pair != task.primary]
     corrected = holm([results[index][0].p for index in others])
     p = {index: result[0].p for index, result in enumerate(results)}
     p |= dict(zip(others, corrected, strict=True))
@@ -295,13 +296,13 @@ def difference_table(measures: list[Measure]) -> Table:
     table = [[*heads, "by the plan"]]
     for index, (pair, result) in enumerate(zip(pairs, results, strict=True)):
         name = " - ".join(f"`{arm}`" for arm in pair) + ("" if is_paired(*pair) else " (Welch)")
-        said = verdict(result[0]) if pair == PRIMARY else "by Holm's correction"
+        said = verdict(result[0]) if pair == task.primary else "by Holm's correction"
         cells = [str(result[0]), f"{p[index]:.2g}", *map(str, result[1:])]
         table.append([name, str(result[0].n), *cells, said])
     return table
 
 
-def explained_table(arms: Runs) -> Table:
+def explained_table(task: Task, arms: Runs, rows_a_step: int) -> Table:
     """Means over three steps around the one after so many rows."""
     explained = {
         arm: kept
@@ -309,15 +310,15 @@ def explained_table(arms: Runs) -> Table:
         if (kept := [run["explained"] for run in seeds.values() if run["explained"]])
     }
     table = [["", *(f"`{arm}`" for arm in explained)]]
-    for place, title in EXPLAINED.items():
+    for place in task.explained:
         for rows in AFTER:
-            step = round(rows / ROWS)
+            step = round(rows / rows_a_step)
             near = slice(max(0, step - 2), step + 1)
             cells = [
                 str(estimate([fmean(part) for run in kept if (part := run.get(place, [])[near])]))
                 for kept in explained.values()
             ]
-            table.append([f"{title}, {rows:,} rows", *cells])
+            table.append([f"{EXPLAINED[place]}, {rows:,} rows", *cells])
     return table
 
 
