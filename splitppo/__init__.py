@@ -1,7 +1,7 @@
 """splitppo: PPO for language models on one torchrun, split into an actor and a critic group.
 
-A script of one's own begins with `from splitppo import Config, run`. That imports no torch; a call
-of `run` does.
+A script or a notebook of one's own begins with `from splitppo import Config, run`. That imports no
+torch; a call of `run` does, in a script.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from splitppo.config import Config as Config
 
 if TYPE_CHECKING:
-    from splitppo.train import run as run
+    from splitppo.run.launcher import run as run
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ class _RunPackage(ModuleType):
     # call the function
 
     def __call__(self, *args: Any, **named: Any) -> None:
-        importlib.import_module("splitppo.train").run(*args, **named)
+        importlib.import_module("splitppo.run.launcher").run(*args, **named)
 
 
 importlib.import_module("splitppo.run").__class__ = _RunPackage

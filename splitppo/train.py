@@ -18,22 +18,17 @@ of `links`.
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn, cast
+from typing import cast
 
 from splitppo.channel import Exchange, Links
-from splitppo.config import Config
-from splitppo.config.cli import as_flags
 from splitppo.critic import Critic, join
 from splitppo.generator import Generator
 from splitppo.policy import Policy
-from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.rollout import Rollout
 from splitppo.run.life import Run
 from splitppo.run.main import run_rank
-from splitppo.workers import IMPORTED
 
 
 def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> None:
@@ -172,41 +167,6 @@ def train(run: Run) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status (`run_rank`)."""
     return run_rank(train, lambda: sys.argv[1:] if argv is None else argv)
-
-
-def run(
-    config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None
-) -> NoReturn:
-    """Trains from a user's script, as `-m splitppo.train` does, and ends the process with the run's
-    exit status.
-
-    Reward workers import the script: call this under `if __name__ == "__main__":`.
-
-    Args:
-        config: What differs from the defaults counts as flags before those of the command line,
-            which override them. A preset (`--config`, or `config.config`) is below both.
-        reward: The function that scores a row, in place of `reward.function`: one at the top level
-            of its file.
-        argv: The flags of the command line. None: those that the script was started with.
-
-    Raises:
-        RuntimeError: The script is imported as the file of a reward. Other errors are printed, as
-            on a command line.
-    """
-    frames = traceback.walk_stack(sys._getframe())
-    if any(frame.f_globals.get("__name__", "").startswith(IMPORTED) for frame, _ in frames):
-        raise RuntimeError(
-            'run() starts when its file is imported; write if __name__ == "__main__": before it'
-        )
-
-    def flags() -> list[str]:
-        function = [] if reward is None else ["--reward.function", name_function(reward)]
-        return as_flags(config, *function, arguments=sys.argv[1:] if argv is None else argv)
-
-    # under torchrun at once, as at the end of this file; alone as any script, since the process
-    # may be a notebook's
-    leave = os._exit if "RANK" in os.environ else sys.exit
-    leave(run_rank(train, flags))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 from splitppo.errors import UserError, one_line
 from splitppo.rewards import rules
+from splitppo.rewards.cells import write_cell
 from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, name_numbers
 
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
@@ -104,16 +105,19 @@ def handler_of(names: Sequence[str]) -> Handler:
 
 
 def name_function(function: RewardFunction) -> str:
-    """FILE:NAME, by which `find_function` finds a function. Raises UserError if it does not stand
-    at the top level of a .py file under its own name: a lambda, a nested function, a method,
-    functools.partial, a notebook's function."""
+    """FILE:NAME, by which `find_function` finds a function; one of a notebook's cell is written to
+    a file. Raises UserError if it does not stand at the top level of a .py file or a cell under its
+    own name: a lambda, a nested function, a method, functools.partial."""
     name = getattr(function, "__qualname__", repr(function))
     module = sys.modules.get(getattr(function, "__module__", ""))
+    is_there = getattr(module, name, None) is function
     file = getattr(module, "__file__", None) or ""
-    if not file.endswith(".py") or getattr(module, name, None) is not function:
+    if is_there and not file and inspect.isfunction(inspect.unwrap(function)):
+        file = write_cell(name, vars(module))
+    if not file.endswith(".py") or not is_there:
         raise UserError(
             f"reward={name}: reward workers import a function by its file and name; "
-            "write it with def at the top level of a .py file"
+            "write it with def at the top level of a .py file or of a notebook's cell"
         )
     return f"{os.path.abspath(file)}:{name}"
 

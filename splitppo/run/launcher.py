@@ -1,16 +1,25 @@
-"""`splitppo train --nproc_per_node N ...`: torchrun in this process, and a screen that shows what a
-person needs."""
+"""How a run starts: `run()` of a user's script or of a notebook's cell; and `splitppo train
+--nproc_per_node N ...`, torchrun in this process, with a screen that shows what a person needs."""
 
+import importlib
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
+import traceback
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
-from splitppo.config import cli, rules
+from splitppo.config import Config, cli, rules
 from splitppo.errors import CLEAR, UserError, one_line, say
+from splitppo.job.child import kill_with_parent
+from splitppo.rewards.functions import RewardFunction, name_function
+from splitppo.workers import IMPORTED
 
 # torchrun's flags that make sense here; an underscore may stand for a dash
 FLAGS = (
@@ -27,6 +36,10 @@ SCRIPT = (  # as `python FILE` does
     f"{START} sys.argv.pop(0); sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]));"
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+
+
+CELL = "SPLITPPO_CELL"  # environment variable: a notebook's cell has started this process
+CAUSE = re.compile(r"error: |[\w.]+(Error|Exception)\b")  # how the line of a cause begins
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -57,6 +70,11 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     elif not Path(argv[0]).is_file():
         raise UserError(f"{argv[0]}: no such script (from {Path.cwd()}); name a file")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
+    if os.environ.pop(CELL, None):
+        kill_with_parent(signal.SIGTERM)
+        from torch.cuda import device_count
+
+        flags = [f"--nproc-per-node={device_count() or 1}", *flags]
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
@@ -99,6 +117,87 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             return RESUMABLE
         say(f"{_what(status, who)}; {_state(run.read_text())}", error=True)
     return 130 if status == -signal.SIGINT else 1
+
+
+def run(
+    config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None
+) -> None:
+    """Trains from a user's script, as `-m splitppo.train` does, and ends the process with the run's
+    exit status. In a notebook's cell it starts the ranks as processes, shows their lines, and
+    returns when the run has ended.
+
+    Reward workers import the script: call this under `if __name__ == "__main__":`.
+
+    Args:
+        config: What differs from the defaults counts as flags before those of the command line,
+            which override them. A preset (`--config`, or `config.config`) is below both.
+        reward: The function that scores a row, in place of `reward.function`: one at the top level
+            of its file, or of a cell.
+        argv: The flags of the command line. None: those that the script was started with; in a
+            cell, none. There they may be torchrun's, too: `["--nproc_per_node", "2"]`.
+
+    Raises:
+        RuntimeError: The script is imported as the file of a reward. Other errors are printed, as
+            on a command line.
+        UserError: In a cell, with the cause of a failure.
+    """
+    frames = traceback.walk_stack(sys._getframe())
+    if any(frame.f_globals.get("__name__", "").startswith(IMPORTED) for frame, _ in frames):
+        raise RuntimeError(
+            'run() starts when its file is imported; write if __name__ == "__main__": before it'
+        )
+
+    def flags() -> list[str]:
+        function = [] if reward is None else ["--reward.function", name_function(reward)]
+        typed = [] if in_cell() else sys.argv[1:]
+        return cli.as_flags(config, *function, arguments=typed if argv is None else argv)
+
+    if in_cell():
+        launch_from_cell(flags())
+        return
+    from splitppo.run.main import run_rank  # with torch, which takes seconds to import
+
+    # under torchrun at once, as at the end of train.py; alone as any script
+    leave = os._exit if "RANK" in os.environ else sys.exit
+    leave(run_rank(importlib.import_module("splitppo.train").train, flags))
+
+
+def in_cell() -> bool:
+    """Whether this process is no rank and runs no file: a notebook, or a Python prompt."""
+    return "RANK" not in os.environ and not hasattr(sys.modules["__main__"], "__file__")
+
+
+def launch_from_cell(flags: Sequence[str]) -> None:
+    """Trains as `splitppo train` does with these flags, of the trainer and of torchrun, and prints
+    its lines; without `--nproc_per_node` on one rank for each GPU, or on one. It ends with this
+    process. An interrupt is handed on as Ctrl-C. Raises UserError with the cause of a failure, and
+    KeyboardInterrupt if the cell was interrupted."""
+    interrupted = False
+    last: deque[str] = deque(maxlen=20)
+    with subprocess.Popen(
+        [sys.executable, "-m", "splitppo", "train", "--standalone", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {CELL: "1"},
+        start_new_session=True,  # Jupyter interrupts all processes of the kernel's group
+    ) as launcher:
+        lines = iter(cast(IO[str], launcher.stdout).readline, "")
+        while launcher.returncode is None:
+            try:
+                for line in lines:
+                    print(line, end="")
+                    last.append(line)
+                launcher.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                launcher.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt
+    if launcher.returncode:
+        cause = max((i for i, line in enumerate(last) if CAUSE.match(line)), default=-1)
+        raise UserError("".join([*last][cause:]).removeprefix("error: ").strip())
 
 
 def script_of(argv: Sequence[str]) -> Sequence[str]:

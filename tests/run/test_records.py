@@ -148,7 +148,8 @@ def test_of_a_rank_the_command_is_torchruns(tmp_path: Path, monkeypatch) -> None
     for python, shown in ((command, command), (command[:1] + command[2:], ["torchrun", *words])):
         pipe = subprocess.PIPE
         with subprocess.Popen(python, stdin=pipe, stdout=pipe) as parent:
-            assert parent.stdout and parent.stdout.readline()
+            assert parent.stdout
+            assert parent.stdout.readline()
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
             monkeypatch.setattr(os, "getppid", lambda parent=parent: parent.pid)
             assert shlex.split(folder.command_line()) == [Path(shown[0]).name, *shown[1:]]

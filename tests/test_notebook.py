@@ -1,0 +1,327 @@
+"""`run` in a notebook's cells: docs/notebooks.md in a real kernel; what a cell shows, how it ends;
+rewards that are written to a file."""
+
+import inspect
+import json
+import linecache
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from runs import names, records
+from torch.distributed import run as torchrun
+
+from splitppo import Config
+from splitppo.errors import UserError
+from splitppo.rewards.functions import find_function, name_function
+from splitppo.run import launcher
+from splitppo.run.launcher import run
+
+PAGE = Path(__file__).parents[1] / "docs" / "notebooks.md"
+NEEDS = "needs Jupyter: pip install nbconvert ipykernel"
+BEGUN = "from splitppo import Config, run\ndef score(**row): return 1.0\n"
+# interrupts all processes of the kernel's group, as Jupyter does, once the run has a step
+INTERRUPT = """
+import os, pathlib, signal, threading, time
+def interrupt():
+    while not [*pathlib.Path("runs/long/metrics").glob("critic.jsonl")]:
+        time.sleep(0.05)
+    os.killpg(0, signal.SIGINT)
+threading.Thread(target=interrupt).start()
+"""
+
+
+def play(folder: Path, *cells: str) -> list[dict[str, Any]]:
+    """The cells after a kernel has run them; one that fails ends no other."""
+    pytest.importorskip("nbconvert", reason=NEEDS)
+    pytest.importorskip("ipykernel", reason=NEEDS)
+    written = [
+        {"cell_type": "code", "execution_count": None, "id": str(i), "outputs": [], "source": cell,
+         "metadata": {}}
+        for i, cell in enumerate(cells)
+    ]  # fmt: skip
+    kernel = {"name": "python3", "display_name": "Python 3"}
+    book = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
+    path = folder / "mine.ipynb"
+    path.write_text(json.dumps(book | {"cells": written}))
+    words = ["--to", "notebook", "--execute", "--allow-errors", "--inplace", str(path)]
+    subprocess.run([sys.executable, "-m", "nbconvert", *words], cwd=folder, check=True)
+    return json.loads(path.read_text())["cells"]
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    text = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+    return re.sub(" +", " ", text)
+
+
+def error_of(cell: dict[str, Any]) -> str:
+    errors = [out for out in cell["outputs"] if out["output_type"] == "error"]
+    return "".join(f"{error['ename']}: {error['evalue']}" for error in errors)
+
+
+@pytest.mark.ranks
+def test_the_notebook_of_the_page(tmp_path: Path) -> None:
+    """On one rank, with fewer steps: the first run ends with step 2, the next cell goes on."""
+    cells = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    fewer = {"steps=40": "steps=2", '"60"': '"3"', '"2"': '"1"'}
+    cells = [re.sub("|".join(fewer), lambda part: fewer[part[0]], cell) for cell in cells]
+    *cells, first, second, report, formulas = play(tmp_path, *cells)
+    assert [error_of(cell) for cell in (*cells, first, second, report, formulas)] == [""] * 7
+    assert "step 2/2" in text_of(first)
+    assert "step 3/3" in text_of(second)
+    assert "page: runs/cell/report.html" in text_of(report)
+    assert text_of(formulas).startswith("tensor([")
+    steps = records(tmp_path / "runs/cell", "critic")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["critic/reward/right/max"] > 0 == step["critic/reward_failures"]
+    (written,) = tmp_path.glob("runs/cells/score_*.py")
+    (copy,) = tmp_path.glob("runs/cell/rewards/**/score_*.py")
+    assert written.read_text() == copy.read_text()
+
+
+@pytest.mark.wide
+@pytest.mark.ranks
+def test_a_cell_that_fails_or_is_interrupted_or_runs_twice(tmp_path: Path) -> None:
+    once = "run(Config(steps=1, run_dir='runs/once'), score)"
+    failing, interrupted, first, again = play(
+        tmp_path,
+        BEGUN + "run(Config(), score, ['--policy.path=./nowhere'])",
+        BEGUN + INTERRUPT + "run(Config(steps=10000, run_dir='runs/long'), score)",
+        once,
+        once,
+    )
+    assert error_of(failing).startswith("UserError: policy.path=./nowhere: no such folder")
+    assert error_of(interrupted).startswith("KeyboardInterrupt")
+    (saved,) = names(tmp_path / "runs/long")
+    assert f"{saved} is saved" in text_of(interrupted)
+    assert (error_of(first), error_of(again)) == ("", "")
+    assert "1 of 1 steps" in text_of(again)
+
+
+# what `splitppo train` prints; its exit status; what the cell says at its end
+ENDS = {
+    "a wrong setting": (["step 1", "error: seed=x: wrong"], 2, "seed=x: wrong"),
+    "a crash": (
+        [
+            "ValueError: of a row",
+            "step 1",
+            "Traceback",
+            "  line 3",
+            "a.b.SomeError: x",
+            "on rank 1",
+        ],
+        1,
+        "a.b.SomeError: x\non rank 1",
+    ),
+    "a killed rank": (
+        ["step 1", "rank 1 was killed by SIGKILL"],
+        1,
+        "rank 1 was killed by SIGKILL",
+    ),
+    "nothing": ([], 1, ""),
+}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of Python, of which a cell starts another process."""
+    path = tmp_path / "python"
+    path.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    return path
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ENDS)
+def test_a_failure_ends_the_cell_with_its_cause(name: str, program: Path, capsys) -> None:
+    lines, status, cause = ENDS[name]
+    said = "".join(f"{line}\n" for line in lines)
+    program.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit {status}\n")
+    with pytest.raises(UserError) as error:
+        run(Config(steps=3))
+    assert str(error.value) == cause
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.ranks
+def test_flags_of_a_cell(program: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kernel's own command line are none."""
+    monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "/tmp/kernel.json"])
+    program.write_text('#!/bin/sh\necho "$SPLITPPO_CELL" "$@"\n')
+    run(Config(steps=3), argv=["--nproc_per_node", "2", "--seed", "4"])
+    run(Config(steps=3))
+    begin = "1 -m splitppo train --standalone"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{begin} --steps 3 --nproc_per_node 2 --seed 4",
+        f"{begin} --steps 3",
+    ]
+    with pytest.raises(UserError, match=r"more\.py: unknown word"):
+        run(Config(), argv=["more.py"])
+
+
+@pytest.mark.ranks
+def test_an_interrupt_is_handed_on(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, although Jupyter interrupts all processes of the kernel's group. What is printed after
+    it is shown."""
+    trap = "trap 'echo saving; echo saved; exit 75' INT"
+    program.write_text(
+        f"#!/bin/bash\n{trap}\nps -o sid= $$; echo $$; while :; do sleep 0.01; done\n"
+    )
+    caller = threading.main_thread().ident
+    assert caller
+
+    class Screen:
+        def write(self, text: str) -> None:
+            lines.append(text)
+            if len("".join(lines).split()) == 2:
+                signal.pthread_kill(caller, signal.SIGINT)
+
+        def flush(self) -> None: ...
+
+    lines: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Screen())
+    with pytest.raises(KeyboardInterrupt):
+        run(Config(steps=3))
+    session, process, *more = "".join(lines).split()
+    assert (session, more) == (process, ["saving", "saved"])
+
+
+def test_the_ranks_of_a_cell_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher gets SIGTERM when the kernel ends; there is a rank for each GPU; the ranks don't
+    know of a cell."""
+    by: list[int] = []
+    seen: list[str] = []
+    monkeypatch.setattr(launcher, "kill_with_parent", by.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torchrun, "run", lambda flags: seen.append(flags.nproc_per_node))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    for cell, flags, ranks in (
+        ({}, [], "1"),
+        ({launcher.CELL: "1"}, [], "4"),
+        ({launcher.CELL: "1"}, ["--nproc-per-node=2"], "2"),
+    ):
+        with mock.patch.dict(os.environ, cell):
+            assert launcher.launch(["--standalone", *flags], ["--steps=1"]) == 0
+            assert (seen.pop(), launcher.CELL in os.environ) == (ranks, False)
+    assert by == [signal.SIGTERM] * 2
+
+
+def cell_by_cell(monkeypatch: pytest.MonkeyPatch, folder: Path, *cells: str) -> ModuleType:
+    """The `__main__` of a kernel that has run the cells."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.chdir(folder)
+    for number, text in enumerate(cells):
+        name = f"<cell {folder.name} {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), vars(main))
+    return main
+
+
+WORKS = {
+    "another cell's function, its default and a recursion": (
+        "START = 1\ndef depth(n, start=START): return start if n < 2 else 1 + depth(n - 1)\n",
+        "def score(solution_str, **row): return depth(len(solution_str))\n", 3.0,
+    ),
+    "two that call each other": (
+        "def odd(n): return n > 0 and even(n - 1)\ndef even(n): return n == 0 or odd(n - 1)\n",
+        "def score(solution_str, **row): return odd(len(solution_str))\n", 1.0,
+    ),
+    "imports, by whatever name": (
+        "import math as m, os.path\nfrom collections import Counter as C\n",
+        "def score(solution_str, **row):\n"
+        "    return C(os.path.join(solution_str))['a'] + m.floor(m.pi)\n", 5.0,
+    ),
+    "values of that moment": (
+        "WORDS = {'a': (1, None)}\nWORDS['b'] = [2.5, 'x\\n']\n",
+        "def score(**row): return WORDS['b'][0] + len(WORDS['b'][1])\n", 4.5,
+    ),
+    "names in functions of the function": (
+        "ONE = 1\nTWO = 2\n",
+        "def score(solution_str, **row):\n    def inner(): return [ONE for c in solution_str]\n"
+        "    return sum(map(lambda x: x * TWO, inner()))\n", 6.0,
+    ),
+    "decorators of a library and of a cell": (
+        "import functools\ndef twice(f):\n    @functools.wraps(f)\n"
+        "    def call(**row): return 2 * f(**row)\n    return call\n",
+        "@twice\n@functools.cache\ndef score(solution_str, ground_truth, **row): return 4\n", 8.0,
+    ),
+    "a local name that is another thing in a cell": (
+        "text = open(__import__('os').devnull)\n",
+        "def score(solution_str, **row):\n    text = solution_str\n    return len(text)\n", 3.0,
+    ),
+    "a function in an if": (
+        "",
+        "if True:\n    def score(solution_str, **row):\n        return len(solution_str)\n", 3.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_cells_reward_is_written_to_a_file(name: str, tmp_path: Path, monkeypatch) -> None:
+    others, cell, number = WORKS[name]
+    main = cell_by_cell(monkeypatch, tmp_path, others, cell)
+    written = name_function(main.score)
+    assert written == name_function(main.score), "the same text is the same file"
+    row = {"data_source": "", "solution_str": "aab", "ground_truth": "", "extra_info": None}
+    imported = find_function(written)
+    assert imported(**row) == number
+    assert inspect.unwrap(imported).__globals__ is not vars(main)
+    assert [*tmp_path.glob("runs/cells/*.py")] == [Path(written.rpartition(":")[0])]
+
+
+NOT_WRITTEN = {
+    "a lambda": ("", "score = lambda **row: 1.0\n", "write it with def"),
+    "a closure": (
+        "def make(n):\n    def score(**row): return n\n    return score\n", "score = make(1)\n",
+        "make.<locals>.score",
+    ),
+    "a lambda of another cell": (
+        "short = lambda text: len(text)\n", "def score(solution_str, **row): return short('')\n",
+        "it uses short of another cell, a function",
+    ),
+    "a closure of another cell": (
+        "def make():\n    n = 1\n    def add(): return n\n    return add\nadd = make()\n",
+        "def score(**row): return add()\n", "it uses add of another cell, a function",
+    ),
+    "an object, by a function of another cell": (
+        "file = open(__import__('os').devnull)\ndef read(): return file.read()\n",
+        "def score(**row): return len(read())\n", "it uses file of another cell, a TextIOWrapper",
+    ),
+    "what no text says": (
+        "nan = float('nan')\n", "def score(**row): return nan\n", "it uses nan of another cell",
+    ),
+    "a class of a cell": (
+        "class Judge:\n    pass\n", "def score(**row): return Judge()\n", "it uses Judge",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_what_no_file_can_hold_is_refused(name: str, tmp_path: Path, monkeypatch) -> None:
+    others, cell, told = NOT_WRITTEN[name]
+    main = cell_by_cell(monkeypatch, tmp_path, others, cell)
+    with pytest.raises(UserError) as error:
+        name_function(main.score)
+    assert told in str(error.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_another_value_is_another_reward(tmp_path: Path, monkeypatch) -> None:
+    main = cell_by_cell(monkeypatch, tmp_path, "N = 1\ndef score(**row): return N\n")
+    first = name_function(main.score)
+    vars(main)["N"] = 2
+    assert name_function(main.score) != first
