@@ -196,19 +196,43 @@ def by_tokens(run: dict[str, Any], budget: float) -> float:
     return area / budget
 
 
+def trained(run: dict[str, Any], budget: float) -> float:
+    """Mean score of what is trained on, while so many tokens were sampled."""
+    ends = [min(count, budget) for count in run["tokens"]]
+    widths = [end - start for start, end in pairwise(ends)]
+    return sum(width * score for width, score in zip(widths, run["score"], strict=True)) / budget
+
+
+def each_seed(values: list[float], digits: int = 3) -> str:
+    """The mean, and each one behind it."""
+    each = " ".join(f"{value:.{digits}f}" for value in values)
+    return f"{fmean(values):.{digits}f} ({each})"
+
+
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """A line for each arm, its figures the means of its seeds."""
-    heads = ["arm", "held-out score, mean over equal tokens", "at the end, each seed"]
-    heads += ["1,000 tokens sampled", "score of the last 10 steps"]
+    heads = ["arm", "held-out, mean over equal tokens, each seed"]
+    heads += ["held-out, mean over the steps", "score over training, equal tokens, each seed"]
+    heads += ["score of the last 10 steps, each seed", "at the end, each seed"]
+    heads += ["1,000 tokens sampled", "s a step"]
     heads += [f"explained after {rows:,} rows: {', '.join(PLACES)}" for rows in ROWS]
     lines = [heads, ["---"] * len(heads)]
     budget = min(run["tokens"][-1] for runs in found.values() for run in runs)
     for name, runs in found.items():
-        validated = all(len(run["held_out"]) > 1 for run in runs)
-        cells = [f"{fmean(by_tokens(run, budget) for run in runs):.3f}" if validated else "-"]
-        cells.append(" ".join(f"{run['held_out'][-1][1]:.2f}" for run in runs if run["held_out"]))
-        cells.append(f"{fmean(run['tokens'][-1] for run in runs) / 1000:,.0f}")
-        cells.append(f"{fmean(fmean(run['score'][-10:]) for run in runs):.3f}")
+        cells = ["-", "-"]
+        if all(len(run["held_out"]) > 1 for run in runs):
+            scores = [[score for step, score in run["held_out"] if step] for run in runs]
+            cells = [
+                each_seed([by_tokens(run, budget) for run in runs]),
+                f"{fmean(map(fmean, scores)):.3f}",
+            ]
+        cells += [
+            each_seed([trained(run, budget) for run in runs]),
+            each_seed([fmean(run["score"][-10:]) for run in runs]),
+            " ".join(f"{run['held_out'][-1][1]:.2f}" for run in runs if run["held_out"]),
+            f"{fmean(run['tokens'][-1] for run in runs) / 1000:,.0f}",
+            f"{fmean(run['step_s'] for run in runs):.2f}",
+        ]
         for rows in ROWS:
             told = [[explained_at(run, place, rows) for run in runs] for place in PLACES]
             kept = [[value for value in values if value is not None] for values in told]
