@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from critic_plan import write_sums
+from critic_tasks import write_sums
 
 ROOT = Path(__file__).parents[2]
 ALONE = ("--reward.function", "none", "--reward.validation", "last_number")
@@ -108,10 +108,13 @@ def run(options: argparse.Namespace, extra: list[str]) -> None:
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "runs.jsonl").touch()
+    write_sums(options.out, (options.digits,))
     config = ROOT / "configs" / "smollm2" / f"{CONFIGS[options.digits]}.toml"
     flags = [
         "--config", str(config), "--policy.path", str(options.policy.absolute()),
-        *write_sums(options.out, (options.digits,)), "--data.validation-rows", "998",
+        "--data.files", str(options.out / "training.jsonl"),
+        "--data.validation-files", str(options.out / "held_out.jsonl"),
+        "--data.validation-rows", "500",
         "--rollout.batch-size", str(options.rows), "--log.validate-every", "1",
         "--log.samples", "0", "--placement.mode", "colocated", "--engine.kind", "hf",
         "--engine.max-rows", "1024", "--compute.compile", "off", *extra,
