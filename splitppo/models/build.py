@@ -29,7 +29,7 @@ from splitppo.models.names import FolderNames
 # `both`: policy and value model over one body
 Kind = Literal["policy", "value", "reward", "both"]
 SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ROUTER = r"\.(?:gate|router)\."  # of a mixture of experts
 # modules in which a layer mixes positions, as transformers calls them; those of linear attention,
 # too
 ATTENTION = (
@@ -159,8 +159,6 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
         need = "a causal language model: it scores texts, by its architectures in config.json"
     elif config.get_text_config(decoder=True) is not config:
         need = "a model of text alone: models of pictures or sound are not in this version"
-    elif any(getattr(config, name, None) for name in EXPERTS):
-        need = "dense: mixtures of experts are not in this version"
     if need:
         setting = "reward.model" if kind == "reward" else f"{kind}.path"
         raise folder_error(
@@ -250,19 +248,25 @@ def build(
             model = made[kind](model.eval())
         elif packed:
             model = ValueModel(model.eval(), model.score)
-    cast(Any, model).folder_names = names
+    untyped = cast(Any, model)
+    untyped.folder_names = names
+    exact = {name.rpartition(".")[0] for name, _ in model.named_parameters() if names.exact(name)}
+    for name in exact:
+        model.get_submodule(name).float()
+    untyped.float32 = (*getattr(model, "float32", ()), *sorted(exact))
     return model.eval()  # without dropout: PPO's ratio compares two passes of one function
 
 
 def freeze(model: nn.Module, parts: Sequence[str], setting: str) -> None:
     """Takes the gradient from some weights of a model that is not sharded yet: `attention`,
-    `embeddings`, `body`, or regular expressions that a weight's name contains. Such weights have no
-    optimizer state, and nothing of them is reduced. Raises a UserError of `setting` if a part
-    matches no weight, or nothing is left to train."""
+    `router`, `embeddings`, `body`, or regular expressions that a weight's name contains. Such
+    weights have no optimizer state, and nothing of them is reduced. Raises a UserError of `setting`
+    if a part matches no weight, or nothing is left to train."""
     weights = dict(model.named_parameters())
     tables = [re.escape(p) for p, part in model.named_modules() if isinstance(part, nn.Embedding)]
     known = {
         "attention": ATTENTION,
+        "router": ROUTER,
         "embeddings": rf"^({'|'.join(tables)})\.",
         "body": rf"^{model.base_model_prefix}\.",
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
+from splitppo.models.experts import experts_of, top_k
 from splitppo.models.heads import adapted_layers
 from splitppo.models.tensor import transformer_layers
 
@@ -20,7 +21,7 @@ USABLE = 0.92
 # bytes for each GB in a GPU's name: PyTorch finds 79.2 GiB on 80 GB, 139.8 GiB on 141 GB
 GB = 0.99 * 2**30
 TRACED = "splitppo_traced"
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")  # of torch.ops.aten
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")  # of torch.ops.aten
 TOKENS = 64  # of the traced row
 TYPICAL = 20  # hidden states that a layer keeps of a token, for models that can't be traced
 
@@ -33,6 +34,12 @@ class Counts(NamedTuple):
     active: int
     trained: int
 
+    @property
+    def words(self) -> str:
+        """For the screen."""
+        meets = f", of which a token meets {self.active:,}" * (self.active < self.parameters)
+        return f"{self.parameters:,} parameters{meets}"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -43,7 +50,8 @@ class Cost:
         weights: bytes of the weights while the model runs.
         width: bytes of a number in forward passes.
         compiled: whether layers are compiled.
-        layer: parameters of the largest layer. root: those outside the layers, tied ones once.
+        largest: parameters of the largest weight. layer: those of the largest layer. root:
+            those outside the layers, tied ones once.
         vocabulary: ids that the output layer knows; 0 without an output layer.
         layers: how many.
         saved: what autograd keeps of a layer. hidden: a hidden state. widest: the widest input or
@@ -60,6 +68,7 @@ class Cost:
     weights: float
     width: int
     compiled: bool
+    largest: int
     layer: int
     root: int
     vocabulary: int
@@ -105,19 +114,23 @@ def measure(model: Any, layers: int, counts: Counts, dtype: torch.dtype, *, comp
     except Exception:  # a model's own code may ask for values, and meta tensors have none
         saved = TYPICAL * hidden
     inside = {id(p): p for layer in traced for p in layer.parameters()}
+    widths = [max(p.shape) for p in inside.values() if p.ndim == 2]
+    for module in experts_of(model):
+        widths += [top_k(model) * max(p.shape[1:]) for p in module.parameters(recurse=False)]
     output = getattr(model, "causal", None)  # of a policy
     return Cost(
         *counts,
         weights=4.0 * counts.parameters,
         width=dtype.itemsize,
         compiled=compiled,
+        largest=max(weight.numel() for weight in model.parameters()),
         layer=max(numbers(layer.parameters()) for layer in traced),
         root=numbers(p for p in model.parameters() if id(p) not in inside),
         vocabulary=output.get_output_embeddings().weight.shape[0] if output else 0,
         layers=layers,
         saved=saved,
         hidden=hidden,
-        widest=max(max(p.shape) for p in inside.values() if p.ndim == 2) * dtype.itemsize,
+        widest=max(widths) * dtype.itemsize,
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitppo import algo
 from splitppo.models.batching import MicroBatch
+from splitppo.models.experts import Load
 
 LOGIT_PIECE = 2048  # tokens whose float32 logits exist at once
 Measure = Callable[
@@ -40,6 +41,7 @@ class PolicyModel(nn.Module):
         rest = copy(causal)
         rest.__dict__[self.base_model_prefix] = _States(causal.base_model)
         self.after_body = rest.forward
+        self.load = Load(self)
 
     def forward(self, at: Tensor, tokens: Tensor, measure: Measure, **inputs: Any) -> list[Tensor]:
         """What `measure` finds, `[N, ...]` each.
@@ -49,6 +51,7 @@ class PolicyModel(nn.Module):
             tokens: `[N, m]`, the token that was chosen there, perhaps others behind it.
         """
         body = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)
+        self.load.add(at)
         kind = type(body)
         states = body[0].flatten(0, 1)[at][None]
 
@@ -79,10 +82,12 @@ class ValueModel(nn.Module):
         self.base_model_prefix = causal.base_model_prefix
         setattr(self, self.base_model_prefix, causal.base_model)
         self.score = score or nn.Linear(causal.get_output_embeddings().weight.shape[-1], 1)
+        self.load = Load(self)
 
     def forward(self, at: Tensor, **inputs: Any) -> Tensor:
         """`[N, 1]` values of the states `at` `[N]` in the flattened ids."""
         states = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)[0]
+        self.load.add(at)
         return self.score(states.flatten(0, 1)[at].to(next(self.score.parameters()).dtype))
 
 

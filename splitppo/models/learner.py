@@ -160,6 +160,8 @@ class Learner:
         sums = []
         norms = []
         self.shards.fetch()
+        load = cast(Any, self.model).load
+        load.clear()
         for _ in range(epochs):
             for plan, total in zip(plans, totals, strict=True):
                 sums.append(self._accumulate(rollout, plan, pieces, objective, total))
@@ -181,7 +183,7 @@ class Learner:
             "padding": 1 - trained / run,
             "imbalance": busiest / mean - 1,
             "update_tflop": 1e-12 * self.flops * mean / (sequence.size if sequence else 1) * epochs,
-        }
+        } | load.figures(self.runner.group)
         return [
             step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work_metrics
             for step, norm in zip(steps, map(float, norms), strict=True)
@@ -219,14 +221,19 @@ class Learner:
         name. All ranks of the group must consume them. A tensor may be a view of the weight, and is
         valid until the next one is asked for. In the end the weights' memory is released."""
         gather = self.trainable.gather
+        names = cast(Any, self.model).folder_names
+        sent = self.sharded(self.trainable.sent)
+        exact: dict[str, Tensor] = {name: sent.pop(name) for name in [*sent] if names.exact(name)}
+        yield from gather(self.model, exact, torch.float32)
         named: dict[str, Tensor] = {}
-        for name, parameter in self.sharded(self.trainable.sent).items():
+        for name, parameter in sent.items():
             named[name] = parameter
             if sum(weight.numel() for weight in named.values()) * dtype.itemsize >= GATHER_BYTES:
                 yield from gather(self.model, named, dtype)
                 named = {}
         yield from gather(self.model, named, dtype)
-        yield from ((name, buffer.to(dtype)) for name, buffer in buffers_of(self.model).items())
+        for name, buffer in buffers_of(self.model).items():
+            yield name, buffer.to(torch.float32 if names.exact(name) else dtype)
         self.release_memory()
 
     def _plan(

@@ -25,6 +25,7 @@ from splitppo.config.toml import flag
 from splitppo.errors import UserError
 from splitppo.models.build import build, matching
 from splitppo.models.cost import Cost
+from splitppo.models.experts import experts_of
 from splitppo.models.hub import public_name
 from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
 from splitppo.models.sharding import bounds, described, gather_full, local
@@ -99,7 +100,8 @@ class Adapter(Trainable):
         for target in self.settings.targets or ("",):
             named = f"targets={target}" if target else f"rank={self.settings.rank}"
             setting = f"{self.where or f'{self.kind}.lora.'}{named}"
-            chosen.update(matching(target, names, setting, "linear layer"))
+            what = "linear layer" + ", and experts get no adapters" * bool(experts_of(model))
+            chosen.update(matching(target, names, setting, what))
         return [name for name in names if name in chosen]
 
     def add(self, model: nn.Module) -> None:

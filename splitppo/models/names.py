@@ -21,6 +21,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+# buffers of routers that no family names as such
+EXACT = ("e_score_correction_bias", "expert_bias")
 HEAD = ("score.weight", "score.bias")  # of a value model
 # in the name of an adapter's weight (lora.py): which of its two matrices, and whose it is
 ADAPTER = r"\.lora_([AB])\.(policy|value)\."
@@ -51,6 +53,8 @@ class FolderNames:
             if [(type(step), getattr(step, "dim", None)) for step in merge.operations] in STACKS
         ]
         self.others = [merge for merge in merges if merge not in self.stacks]
+        kept = {*EXACT, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+        self._exact = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in kept)
         self._written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)[::-1]
 
     @cached_property
@@ -61,6 +65,10 @@ class FolderNames:
             for part in self._written
             if isinstance(part, WeightRenaming) and not isinstance(part, PrefixChange)
         ]
+
+    def exact(self, name: str) -> bool:
+        """Whether a weight or buffer is float32 whatever the precision of the others."""
+        return bool(re.search(self._exact, name))
 
     def weight_of(self, tensor: str, known: dict[str, bool]) -> tuple[str, int | None]:
         """The weight that a folder's tensor makes; and if it makes a part of one, its place in

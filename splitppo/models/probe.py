@@ -167,6 +167,9 @@ def _keep_few_layers(config: Any) -> None:
     kinds = [str(kind) for kind in zip(*by_layer.values(), strict=True)] or [""] * layers
     chosen = sorted({*map(kinds.index, kinds), *range(min(2, layers))})
     config.num_hidden_layers = len(chosen)
+    for name in ("first_k_dense_replace", "num_dense_layers"):  # before those with experts
+        if getattr(config, name, 0):
+            setattr(config, name, 1)
     for name, value in by_layer.items():
         setattr(config, name, [value[i] for i in chosen])
 
@@ -180,5 +183,6 @@ def _make_narrow(config: Any) -> None:
         config.num_key_value_heads = min(
             config.num_attention_heads if groups == heads else 2, groups
         )
-    if getattr(config, "intermediate_size", None):
-        config.intermediate_size = 96
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if getattr(config, name, None):
+            setattr(config, name, 96)

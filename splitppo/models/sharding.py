@@ -55,6 +55,7 @@ def parallelize(
         cut_layers(model, tensor.size, tensor)
     if adapt:
         adapt(model)
+    exact = [model.get_submodule(name) for name in getattr(model, "float32", ())]
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):
         wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
@@ -67,12 +68,8 @@ def parallelize(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
     )
-    for name in getattr(model, "float32", ()):
-        fully_shard(
-            model.get_submodule(name),
-            mesh=mesh,
-            mp_policy=replace(precision, param_dtype=torch.float32),
-        )
+    for module in exact:
+        fully_shard(module, mesh=mesh, mp_policy=replace(precision, param_dtype=torch.float32))
     for layer in layers:
         fully_shard(layer, mesh=tensor.line if tensor else mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from splitppo.errors import UserError
 from splitppo.job.collectives import TensorSet
 from splitppo.models.build import Kind, build
+from splitppo.models.experts import experts_of
 
 AXES = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
 # a norm of single heads: each rank sees its own heads only
@@ -133,6 +134,8 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     config: Any = cast(Any, model).config
     plan = getattr(config, "base_model_tp_plan", None) or {}
     kind = f"type {config.model_type!r}"
+    if experts_of(model):
+        raise ValueError(f"{kind} has experts: to cut them is not in this version")
     prefix = f"{cast(Any, model).base_model_prefix}."
     styles = {}
     inside = {*transformer_layers(model).modules()}

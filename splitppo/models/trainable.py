@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from splitppo.models.build import Kind, build, freeze, shorten
 from splitppo.models.cost import Cost, Counts, measure, numbers
+from splitppo.models.experts import active
 from splitppo.models.names import buffers_of, own_weights, weights_of
 from splitppo.models.sharding import gather_full
 
@@ -122,7 +123,7 @@ def count(config: PretrainedConfig, trainable: Trainable) -> Counts:
     trainable.prepare(model)
     trainable.add(model)
     trained = trainable.trained(model).values()
-    return Counts(parameters, numbers(model.parameters()), numbers(trained))
+    return Counts(parameters, active(model), numbers(trained))
 
 
 def cost_of(

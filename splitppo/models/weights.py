@@ -162,6 +162,14 @@ def _complete(folder: Path, source: Path, tokenizer: Path, *, own_code: bool, po
         )
 
 
+def to_precision(model: Any, dtype: torch.dtype) -> Any:
+    """Casts the weights and buffers that folders hold, in place, but for those that the family
+    keeps in float32."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.to(torch.float32 if model.folder_names.exact(name) else dtype)
+    return model
+
+
 def assemble(config: PretrainedConfig, kind: Kind, named: Mapping[str, Tensor]) -> nn.Module:
     """A model of full weights and buffers, whose memory it shares."""
     model = build(config, kind)

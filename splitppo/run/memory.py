@@ -263,10 +263,8 @@ def _engine(resolved: Resolved, memory: float) -> tuple[Parts, Parts, Parts]:
     whole = cost.parameters * cost.width
     weights = whole / size
     embedding = cost.vocabulary * cost.hidden
-    sync = {
-        "gathered weights": 2.0 * min(whole, max(embedding, GATHER_BYTES)),
-        "merged weight": cost.merged,
-    }
+    gathered = max(cost.largest * cost.width, GATHER_BYTES)
+    sync = {"gathered weights": 2.0 * min(whole, gathered), "merged weight": cost.merged}
     if resolved.engine == "hf":  # at most: some models compute all rows again as one enters
         prompts = rows * (config.rollout.max_prompt_tokens or 0)
         states = prompts * 3 * (cost.widest + cost.hidden) + 12 * rows * cost.vocabulary

@@ -143,6 +143,7 @@ class Resolved:
                         "type": model.config.model_type,
                         "group": self.role_of(name),
                         "parameters": model.counts.parameters,
+                        "active": model.counts.active,
                         "random_init": model.random_init,
                         "packed": model.packed,
                         "tensor_parallel": self.config.set_shape(name).tensor,

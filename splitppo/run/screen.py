@@ -58,7 +58,7 @@ def opening(
         f"{counted(training, validation)}",
         "reward": ", ".join(filter(None, [*config.reward.function, config.reward.model])),
         **{
-            name: f"{model.name}, {model.counts.parameters:,} parameters"
+            name: f"{model.name}, {model.counts.words}"
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },

@@ -88,7 +88,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             "use more GPUs, or a smaller --length"
         )
     return [
-        f"{name}: {models['policy'].counts.parameters:,} parameters each for policy, reference and "
+        f"{name}: {models['policy'].counts.words}, each for policy, reference and "
         f"value model; rows of {length:,} tokens",
         f"planned for {card(total)}",
         f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest "

@@ -20,7 +20,7 @@ from splitppo.models import build, lora
 from splitppo.models.hub import public_name
 from splitppo.models.names import buffers_of, weights_of
 from splitppo.models.tokenizer import WRITTEN
-from splitppo.models.weights import assemble, fill, materialize, save
+from splitppo.models.weights import assemble, fill, materialize, save, to_precision
 from splitppo.run.checkpoint import complete, damage, read_tensors, step_of
 from splitppo.run.models import describe
 from splitppo.run.sources import model_folder, model_paths
@@ -84,7 +84,7 @@ def write_models(
             shutil.copyfile(file, partial / file.name)
         if merged or not adapter:
             save(
-                load_model(config, run, kind, saved).to(dtype),
+                to_precision(load_model(config, run, kind, saved), dtype),
                 partial,
                 model_folder(config, run, kind),
                 model_folder(config, run, "policy"),

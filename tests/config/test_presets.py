@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    OlmoConfig,
+    OlmoeConfig,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from splitppo import train
@@ -130,9 +135,12 @@ LARGE: dict[str, tuple[int, dict[str, str], dict[str, int]]] = {
         {"policy": "8b", "reference": "70b"},
         {"actor": 65, "critic": 58},
     ),
+    "moe/olmoe_1b_7b.toml": (4, {"policy": "olmoe", "value": "1b"}, {"actor": 62}),
+    "moe/qwen3_30b_a3b_lora.toml": (4, {"policy": "30b", "value": "0.6b"}, {"actor": 46}),
     "long/r1_distill_1.5b_2gpus.toml": (2, {"policy": "1.5b"}, {"actor": 63}),
     "long/r1_distill_7b_8gpus.toml": (8, {"policy": "7b"}, {"actor": 65}),
 }
+HEADS: dict[str, Any] = {"head_dim": 128}
 SHAPES: dict[str, Any] = {
     name: kind(
         hidden_size=hidden, intermediate_size=inside, num_hidden_layers=layers,
@@ -146,6 +154,12 @@ SHAPES: dict[str, Any] = {
         ("32b", Qwen2Config, 5120, 27648, 64, 40, 8, 152064),
         ("8b", LlamaConfig, 4096, 14336, 32, 32, 8, 128256),
         ("70b", LlamaConfig, 8192, 28672, 80, 64, 8, 128256),
+        ("olmoe", partial(OlmoeConfig, num_experts=64, num_experts_per_tok=8),
+         2048, 1024, 16, 16, 16, 50304),
+        ("1b", OlmoConfig, 2048, 8192, 16, 16, 16, 50304),
+        ("30b", partial(Qwen3MoeConfig, num_experts=128, num_experts_per_tok=8, **HEADS,
+                        moe_intermediate_size=768), 2048, 6144, 48, 32, 4, 151936),
+        ("0.6b", Qwen3Config, 1024, 3072, 28, 16, 8, 151936),
     )
 }  # fmt: skip
 

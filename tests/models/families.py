@@ -28,7 +28,7 @@ with random weights must give transformers' own outputs. \
 padded: rows run beside each other with padding.
 * Other types are tried when a run begins, and refused with the reason if they fail. \
 The dry run does that too.
-* Refused as a whole: encoders, encoder-decoders, mixtures of experts, models of pictures or sound.
+* Refused as a whole: encoders, encoder-decoders, models of pictures or sound.
 
 | model | type | as policy | as critic |
 |---|---|---|---|"""

@@ -64,6 +64,27 @@ CAPS: dict[str, Any] = {
     "attn_logit_softcapping": 10.0,
     "sliding_window": 4,
 }
+MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {"shared_expert_intermediate_size": 16}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+GROUPS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 # name -> (type, settings beside SIZE, whether rows must be packed)
 PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}, True),
@@ -148,6 +169,20 @@ PLAIN: dict[str, tuple[str, dict[str, Any], bool]] = {
         False,
     ),
     "nanochat": ("nanochat", {}, True),
+    "qwen3-moe": ("qwen3_moe", EXPERTS, True),
+    "olmoe": ("olmoe", EXPERTS, True),
+    "mixtral": ("mixtral", MIXED, True),
+    "gpt-oss": ("gpt_oss", MIXED | {"sliding_window": 4}, False),
+    "qwen3-next": ("qwen3_next", EXPERTS | SHARED | HYBRID, False),
+    "qwen3.5-moe": ("qwen3_5_moe_text", EXPERTS | SHARED | HYBRID, False),
+    "deepseek-v3": ("deepseek_v3", GROUPS | LATENT, True),
+    "lfm2-moe": (
+        "lfm2_moe",
+        EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        False,
+    ),
+    "granite-moe": ("granitemoe", MIXED, True),
+    "glm4-moe": ("glm4_moe", GROUPS, True),
 }
 
 
@@ -354,8 +389,41 @@ def stored_as(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda weights: {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
+def without_expert(number: int, to: int) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Expert `number` of layer 1 gets the number `to`, or is dropped if that is the same."""
+    old, new = (f"layers.1.block_sparse_moe.experts.{i}." for i in (number, to))
+    return lambda weights: {
+        name.replace(old, new): tensor
+        for name, tensor in weights.items()
+        if old not in name or new != old
+    }
+
+
+def one_of(
+    part: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Changes the tensors with a part of their name."""
+    return lambda weights: {
+        name: change(tensor).contiguous() if f"{part}." in name else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def shorter(part: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return one_of(part, lambda tensor: tensor[1:])
+
+
+def one_more(weights: dict[str, torch.Tensor]) -> Any:
+    name = "model.layers.0.block_sparse_moe.experts.{}.w2.weight"
+    return weights | {name.format(4): weights[name.format(3)].clone()}
+
+
+def stacked(weights: dict[str, torch.Tensor]) -> Any:
+    return weights | {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 32, 16)}
+
+
+MXFP4 = {"quant_method": "mxfp4"}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16}
 # name -> (type, settings, what is done to the folder, what the line says)
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = {
     "int8": (
@@ -381,7 +449,34 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
     "another shape": (
         "llama", {}, lambda f: configure(f, intermediate_size=40), r"proj.weight is \[.*, but",
     ),
-    "experts": ("qwen3_moe", EXPERTS, None, "mixtures of experts"),
+    "mxfp4": (
+        "gpt_oss", MIXED, lambda f: configure(f, quantization_config=MXFP4), "quantized .mxfp4",
+    ),
+    "an expert is missing": (
+        "mixtral", MIXED, lambda f: edited(f, without_expert(2, 2)),
+        r"no weight model\.layers\.1\.block_sparse_moe\.experts\.2\.w1\.weight",
+    ),
+    "experts with a gap": (
+        "mixtral", MIXED, lambda f: edited(f, without_expert(2, 4)), r"no weight .*experts\.2\.w1",
+    ),
+    "more experts": (
+        "mixtral", MIXED, lambda f: edited(f, one_more), r"no place .*experts\.4\.w2\.weight",
+    ),
+    "fewer experts in config.json": (
+        "mixtral", MIXED, lambda f: configure(f, num_local_experts=3), r"\[4, 32\], but \[3, 32\]",
+    ),
+    "an expert of another shape": (
+        "qwen3_moe", EXPERTS, lambda f: edited(f, shorter("experts.3.down_proj")),
+        r"experts\.3\.down_proj\.weight is \[31, 16\], but \[32, 16\]",
+    ),
+    "an expert in int8": (
+        "qwen3_moe", EXPERTS, lambda f: edited(f, one_of("1.up_proj", torch.Tensor.char)),
+        r"experts\.1\.up_proj\.weight is stored as I8",
+    ),
+    "experts twice": (
+        "qwen3_moe", EXPERTS, lambda f: edited(f, stacked), r"both the weight .*experts\.down_proj",
+    ),
+    "experts with pictures": ("qwen3_5_moe", {}, None, "pictures or sound"),
     "an encoder": ("bert", {}, None, "not a causal language model"),
     "an encoder and a decoder": ("t5", {"d_kv": 8}, None, "not a causal language model"),
     "pictures": ("gemma3", {}, None, "pictures or sound"),
@@ -397,7 +492,9 @@ def test_what_would_be_wrong_is_refused_in_a_line_by_the_dry_run_too(
         written(tmp_path, configured(kind, settings))
     else:
         make: Any = CONFIG_MAPPING[kind]
-        make(**({} if kind in ("gemma3", "t5") else SIZE | settings)).save_pretrained(tmp_path)
+        make(
+            **({} if kind in ("gemma3", "t5", "qwen3_5_moe") else SIZE | settings)
+        ).save_pretrained(tmp_path)
         build_tokenizer().save_pretrained(tmp_path)
     if change:
         change(tmp_path)

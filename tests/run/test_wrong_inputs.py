@@ -348,8 +348,6 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/adapter =>
     model folder {d}/adapter: no config.json there; ... a LoRA adapter goes to --policy.lora.path
 --value.path={d}/adapter => model folder {d}/adapter: no config.json there
---policy.path={d}/experts =>
-    'mixtral' is not dense: mixtures of experts are not ... choose another policy
 --policy.path={d}/index =>
     index/model.safetensors.index.json is broken (KeyError: 'weight_map'); fetch
 --policy.path={d}/pad =>
@@ -534,7 +532,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "images.jsonl": '{"prompt": "<image>a", "images": ["a.png"]}\n',
         "ids.jsonl": '{"prompt": [17, 4, 9]}\n',
         "adapter/adapter_config.json": '{"peft_type": "LORA"}',
-        "experts/config.json": '{"model_type": "mixtral"}',
         "no_value/config.json": '{"model_type": "mamba"}',
         "reward.py": REWARDS,
         "raises.py": IN_WORKER.format("raise OSError('no GPU here')"),

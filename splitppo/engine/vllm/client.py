@@ -191,11 +191,12 @@ class VLLMEngine(RolloutEngine):
         parts = (
             part
             for name, weight in check_weights(weights, self.names)
-            for part in self.folder_names.split(name, weight).items()
+            for part in self.folder_names.split(name, self._cast(name, weight)).items()
         )
         for name, part in parts:
-            tensor = part.to(self.device, self.dtype).contiguous()
-            if at + tensor.nbytes > len(self._buckets[bucket]):
+            tensor = part.contiguous()
+            other = bool(entries) and entries[-1].dtype != tensor.dtype
+            if other or at + tensor.nbytes > len(self._buckets[bucket]):
                 yield bucket, entries
                 bucket = 1 - bucket
                 at = 0
@@ -205,6 +206,10 @@ class VLLMEngine(RolloutEngine):
             entries.append(Entry(name, tensor.dtype, tensor.shape, at))
             at += -(-tensor.nbytes // ALIGN) * ALIGN
         yield bucket, entries
+
+    def _cast(self, name: str, weight: Tensor) -> Tensor:
+        dtype = torch.float32 if self.folder_names.exact(name) else self.dtype
+        return weight.to(self.device, dtype)
 
     def _wake(self, *tags: str) -> None:
         """Wakes these parts of a sleeping engine, after the trainer has freed its allocator's

@@ -180,18 +180,23 @@ class Received:
         self.pieces: dict[str, list[Piece]] = {}
         # checksums of each tensor as received, and of its pieces
         self.sums: dict[str, list[Tensor]] = {}
-        self.dtype = torch.float32
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def load(self, sent: Mapping[str, Tensor]) -> None:
         """Loads tensors of one dtype that are views of one bucket."""
         trace = None if sent.keys() <= self.pieces.keys() else _Trace(sent)
         with torch.no_grad(), trace or nullcontext():
             self.model.load_weights(iter(sent.items()))
-        self.pieces |= trace.pieces(self._held()) if trace else {}
+        held = self._held()
+        self.pieces |= trace.pieces(held) if trace else {}
         for name, tensor in sent.items():
-            self.dtype = tensor.dtype
+            self.dtypes[name] = tensor.dtype
             whole = checksum(tensor)
-            views = [part(tensor, box) for box, _, _ in self.pieces[name]]
+            views = [
+                # the model may hold a narrower dtype
+                part(tensor, box).to(held[owner].dtype).to(tensor.dtype)
+                for box, owner, _ in self.pieces[name]
+            ]
             same = (view.is_contiguous() and view.numel() == tensor.numel() for view in views)
             self.sums[name] = [
                 whole,
@@ -208,7 +213,8 @@ class Received:
             for (_, owner, box), expected in zip(pieces, self.sums[name][1:], strict=True):
                 boxes[owner].append(box)
                 # The model may hold a wider dtype. Casting back is exact.
-                checks.append((owner, checksum(part(held[owner], box).to(self.dtype)) - expected))
+                there = part(held[owner], box).to(self.dtypes[name])
+                checks.append((owner, checksum(there) - expected))
         for owner, tensor in held.items():
             if isinstance(tensor, nn.Parameter):
                 for first, end in gaps(tensor.numel(), tuple(boxes[owner])):  # padding

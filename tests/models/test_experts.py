@@ -1,0 +1,224 @@
+"""Mixtures of experts on ranks are the library's loop over experts; what is said of their load and
+size, what stays float32, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_families import CPU, EXPERTS, PLAIN, configured, rows, written
+from tiers import wide
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from splitppo import algo
+from splitppo.config import LoraConfig, OptimConfig, PlacementConfig
+from splitppo.errors import UserError
+from splitppo.job.launch import Launch
+from splitppo.job.runtime import Runtime
+from splitppo.models.build import build, freeze, read_config
+from splitppo.models.heads import PolicyOutputs
+from splitppo.models.learner import Learner
+from splitppo.models.lora import Adapter
+from splitppo.models.runner import Runner
+from splitppo.models.sharding import parallelize
+from splitppo.models.tensor import check_plan
+from splitppo.models.trainable import Trainable, count
+from splitppo.models.weights import fill, save, to_precision
+from splitppo.placement import place
+from splitppo.rollout import Rollout
+
+FAMILIES = [name for name, (kind, _, _) in PLAIN.items() if "moe" in kind] + [
+    *("mixtral", "gpt-oss", "qwen3-next", "deepseek-v3")
+]
+OUTPUTS = PolicyOutputs(1.0, 96)
+# of each optimizer step; of the first, one rank has none
+MINI_BATCHES = [[0], [1, 2], [0, 2]]
+OPTIM = OptimConfig(lr=1e-2, eps=1e-3)
+MANY = {"num_experts": 12, "num_local_experts": 12, "n_routed_experts": 12}
+
+
+def many(name: str) -> Any:
+    """Twelve experts: some get no token."""
+    kind, settings, _ = PLAIN[name]
+    return configured(kind, settings | {n: m for n, m in MANY.items() if n in settings})
+
+
+def objective(model: Any, batch: Any, fields: Any) -> Any:
+    logprobs, _ = OUTPUTS(model, batch)
+    return algo.aggregate_loss(-fields["a"] * logprobs, batch.lengths, "token_mean"), {}
+
+
+def advantages(rollout: Rollout) -> torch.Tensor:
+    return torch.linspace(-1, 2, rollout.tokens)
+
+
+def on_ranks(rank: int, folders: dict[str, Path], modes: dict[str, tuple[bool, bool, bool]]) -> Any:
+    placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
+    runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0)
+    results: dict[str, Any] = {}
+    for name, folder in folders.items():
+        packed, checkpointed, compiled = modes[name]
+        model: Any = build(read_config(str(folder)), "policy", packed=packed)
+        parallelize(
+            model,
+            runtime.groups["actor"].mesh,
+            dtype=torch.float32,
+            activation_checkpointing=checkpointed,
+            compiled=compiled,
+        )
+        fill(model, str(folder), device=CPU)
+        runner = Runner(runtime.groups["actor"], CPU, 12)
+        learner = Learner(model, runner, OPTIM, steps=9, aggregate="token_mean")
+        rollout = Rollout(rows() if rank == 0 else [])
+        steps = MINI_BATCHES if rank == 0 else [[]] * len(MINI_BATCHES)
+        fields = {"a": advantages(Rollout(rows())) if rank == 0 else torch.zeros(0)}
+        before = learner.forward(rollout, lambda m, b: [OUTPUTS(m, b)[0]])[0]
+        figures = learner.update(rollout, steps, fields, objective, step=1, epochs=1)
+        after = {n: w.clone() for n, w in learner.weights(torch.float32)}
+        results[name] = before, figures, after
+    return results
+
+
+def in_a_loop(folder: Path) -> Any:
+    """The same by transformers, row by row and expert by expert."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)
+    rollout = Rollout(rows())
+    parts = rollout.split(advantages(rollout))
+
+    def logprobs(row: Any) -> torch.Tensor:
+        n = len(row.response)
+        logits = model(input_ids=row.ids[None].long(), use_cache=False).logits[0, -n - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, row.ids[-n:, None].long())[:, 0]
+
+    before = torch.cat([logprobs(row) for row in rollout.episodes]).detach()
+    norms = []
+    for places in MINI_BATCHES:
+        tokens = sum(len(parts[i]) for i in places)
+        loss: Any = sum((-parts[i] * logprobs(rollout.episodes[i])).sum() for i in places)
+        (loss / tokens).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, norms, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("names", "checkpointed", "compiled"),
+    [
+        (["qwen3-moe", "deepseek-v3"], False, False),
+        wide(FAMILIES, True, False),
+        wide(["olmoe", "glm4-moe"], True, True),
+    ],
+    ids=["some", "all", "compiled"],
+)
+def test_experts_on_ranks_are_a_loop_over_experts(
+    names: list[str], checkpointed: bool, compiled: bool, tmp_path: Path
+) -> None:
+    """Log-probs, norms and three steps' weights, with experts and a rank that get no token."""
+    folders, modes = {}, {}
+    for name in names:
+        written(tmp_path / name, many(name))
+        for packed in (False, True)[: 1 + PLAIN[name][2]]:
+            folders[f"{name} {packed}"] = tmp_path / name
+            modes[f"{name} {packed}"] = packed, checkpointed, compiled
+    first, _ = run_ranks(2, on_ranks, folders, modes)
+    for name, (before, figures, after) in first.items():
+        due, norms, weights = in_a_loop(folders[name])
+        torch.testing.assert_close(before, due, rtol=1e-5, atol=1e-5, msg=name)
+        assert [step["grad_norm"] for step in figures] == pytest.approx(norms, rel=1e-5), name
+        assert figures[0]["experts_idle_max"] >= 1, name
+        for weight, tensor in after.items():
+            torch.testing.assert_close(
+                tensor, weights[weight], rtol=1e-5, atol=1e-5, msg=f"{name}: {weight}"
+            )
+
+
+@pytest.fixture
+def group():
+    runtime = Runtime(Launch(), place(PlacementConfig(), world=1, local_world=1), CPU, 60.0)
+    yield runtime.groups["actor"]
+    runtime.close()
+
+
+def test_the_load_counts_response_tokens(group: Any) -> None:
+    """Not prompts, not padding."""
+    torch.manual_seed(0)
+    config = configured("qwen3_moe", EXPERTS | {"num_experts": 12})
+    model: Any = build(config, "policy")
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    due = torch.zeros(2, 12, dtype=torch.int64)
+    for row in rows():
+        chosen.clear()
+        model.causal(input_ids=row.ids[None].long())
+        for counts, ids in zip(due, chosen, strict=True):
+            counts += ids[len(row.prompt) - 1 : -1].flatten().bincount(minlength=12)
+    Runner(group, CPU, 64).forward(model, Rollout(rows()), lambda m, b: [OUTPUTS(m, b)[0]])
+    counted = model.load.counts
+    assert torch.equal(counted, due)
+    figures = model.load.figures(group)
+    share = counted.amax(1) / counted.sum(1)
+    assert figures["expert_share"] == pytest.approx(float(share.mean()))
+    assert figures["expert_share_max"] == pytest.approx(float(share.max()))
+    assert figures["experts_idle_max"] == float((counted == 0).sum(1).max())
+
+
+def test_a_token_meets_some_of_the_parameters() -> None:
+    config = configured("qwen3_moe", EXPERTS)
+    counts = count(config, Trainable("policy"))
+    experts = 2 * 4 * 3 * 16 * 32  # two layers of four experts with three matrices
+    assert counts.active == counts.parameters - experts // 2
+    assert counts.trained == counts.parameters
+    frozen = count(config, Trainable("policy", frozen=("router",)))
+    assert frozen.trained == counts.parameters - 2 * 4 * 32
+
+
+def rounded(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What an export in bfloat16 holds."""
+    save(to_precision(model, torch.bfloat16), folder / "out", folder, folder)
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", wide("deepseek-v3"), "lfm2-moe"])
+def test_what_a_family_keeps_in_float32_stays(name: str, group: Any, tmp_path: Path) -> None:
+    """Where the model runs, in what engines get and in exports."""
+    plain = written(tmp_path, configured(*PLAIN[name][:2])).state_dict()
+    model: Any = build(read_config(str(tmp_path)), "policy", torch.bfloat16)
+    fill(model, str(tmp_path), device=CPU)
+    exported = rounded(model, tmp_path)
+    parallelize(model, group.mesh, dtype=torch.bfloat16, activation_checkpointing=False)
+    fill(model, str(tmp_path), device=CPU)
+    runner = Runner(group, CPU, 64)
+    learner = Learner(model, runner, OPTIM, steps=1, aggregate="token_mean")
+    sent = dict(learner.weights(torch.bfloat16))
+    endings = ("expert_bias",) if name == "lfm2-moe" else ("gate.weight", "correction_bias")
+    exact = {weight for weight in plain if weight.endswith(endings)}
+    for tensors in (sent, exported):
+        assert {n for n, w in tensors.items() if w.dtype == torch.float32} == exact
+        assert all(torch.equal(tensors[weight], plain[weight]) for weight in exact)
+    if name != "lfm2-moe":
+        routed = []
+        gate = model.model.layers[1].mlp.gate
+        gate.register_forward_pre_hook(lambda module, _: routed.append(module.weight.dtype))
+        runner.forward(model, Rollout(rows()), lambda m, b: [OUTPUTS(m, b)[0]])
+        assert {*routed} == {torch.float32}
+
+
+def test_what_experts_can_not_do_is_refused_by_name() -> None:
+    config = configured("olmoe", EXPERTS)
+    with pytest.raises(UserError, match="tensor_parallel=2: type 'olmoe' has experts"):
+        check_plan(config, "policy", 2, "fsdp")
+    with pytest.raises(UserError, match=r"lora\.targets=gate_up_proj .* experts"):
+        count(config, Adapter("policy", LoraConfig(rank=2, targets=("gate_up_proj",))))
+    with pytest.raises(UserError, match="freeze=router matches no weight"):
+        freeze(build(configured("llama", {}), "policy"), ["router"], "policy.freeze")
