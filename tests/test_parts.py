@@ -20,7 +20,7 @@ from splitppo.errors import UserError
 from splitppo.run.checks import check_inputs
 from splitppo.run.folder import check_same_run, inputs_of, write_run_files
 from splitppo.run.parts import find_parts
-from splitppo.run.sources import keep_copies, with_copies
+from splitppo.run.sources import keep_copies
 
 __all__ = ["inputs"]  # the fixture
 PAGE = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
@@ -212,7 +212,7 @@ def test_settings_that_a_part_replaces(argv, says):
 
 @pytest.mark.parametrize("setting", ["loss", "advantages"])
 def test_a_changed_file_is_another_run(tmp_path, file, setting):
-    """RUN has its name, its hash and a copy, by which the run goes on if the file is gone."""
+    """RUN has its name, its hash and a copy, which may stand for the file if that is gone."""
     mine = tmp_path / "mine.py"
     mine.write_text(file.read_text())
     folder = tmp_path / "run"
@@ -228,8 +228,9 @@ def test_a_changed_file_is_another_run(tmp_path, file, setting):
     with pytest.raises(UserError, match=rf"ppo.{setting} .*mine.py was .* or --force to resume"):
         check_same_run(config, folder, inputs_of(config, {}, {}))
     check_same_run(parse([*argv, "--force"]), folder, inputs_of(config, {}, {}))
+    (copy,) = folder.glob("rewards/**/mine.py")
     mine.unlink()
-    copied = with_copies(config)
+    copied = parse([f"--ppo.{setting}={copy}:{setting}", f"--run-dir={folder}"])
     assert find_parts(copied).keys() == {setting}
     check_same_run(copied, folder, inputs_of(copied, {}, {}))
 

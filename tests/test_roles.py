@@ -202,8 +202,8 @@ def test_a_reward_that_fails_on_all_rows_for_some_steps_ends_the_run(capfd):
 class Engine:
     """Notes what it is asked."""
 
-    def __init__(self, step_ms: float):
-        self.step_ms, self.loaded, self.calls = step_ms, False, []
+    def __init__(self):
+        self.loaded, self.calls = False, []
 
     def load_weights(self, weights: Any) -> None:
         self.loaded = True
@@ -211,7 +211,7 @@ class Engine:
 
 
 def act_rank(group: Group) -> tuple:
-    rank, engine, bad = group.dp_rank, Engine([4.0, 0.0][group.dp_rank]), []
+    rank, engine, bad = group.dp_rank, Engine(), []
 
     def check_finite() -> None:
         if bad:
@@ -307,7 +307,6 @@ def test_what_policy_and_generator_tell_and_hand_on():
             "actor/importance_mean": sum(weights) / 8, "actor/importance_capped": 1 / 8,
             "response_length/mean": 2.0, "response_length/max": 3,
             "response_length/clip_ratio": 1 / 4, "prompt_length/mean": 2.5, "tokens": 18.0,
-            "perf/engine_step_ms/mean": 4.0, "perf/engine_step_ms/max": 4.0,
         }  # fmt: skip
         first, second, third = told
         for metrics in told:
@@ -369,15 +368,14 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
     log = SimpleNamespace(
         screen=None, first=False, finish=lambda step, metrics: done.append(("line", step, metrics))
     )
-    run.logs, wire = {"critic": log}, SimpleNamespace(spent=lambda: {"perf/wire_mb": 1.0})
-    run.links = SimpleNamespace(wire=wire)
+    run.logs = {"critic": log}
     run.config, run.start, run.written = parse([]), 0, None
     run.savers, run.bad = (
         {"critic": SimpleNamespace(commit=lambda step: done.append(("counts", step)))},
         {"critic": 0},
     )
     run.finish("critic", 3, {"x": 1.0})
-    assert done == [("line", 3, {"x": 1.0, "perf/wire_mb": 1.0}), ("counts", 3)]
+    assert done == [("line", 3, {"x": 1.0}), ("counts", 3)]
 
 
 def test_the_critics_state_goes_through_json():

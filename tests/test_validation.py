@@ -38,7 +38,6 @@ class FakeEngine:
     calls: list[tuple[dict[int, list[int]], RolloutConfig, int]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     loaded: bool = True
-    step_ms: float = 0.0
 
     def begin(self, sampling, seed):
         self.sampling, self.seed, self.polled = sampling, seed, 0

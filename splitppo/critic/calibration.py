@@ -12,7 +12,6 @@ from splitppo import algo
 from splitppo.job.collectives import Group
 from splitppo.rollout import Rollout
 
-BINS = 10
 TURNS = 8  # with figures of their own
 
 
@@ -29,8 +28,7 @@ def quality(
         K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
         turn K, up to the 8th. A place counts from a row's beginning, since a part of its length
         would tell how it ends. `critic/first_value_error`: mean of value less reward-to-go at the
-        first token. `critic/calibration`: for ten ranges of the values, equally wide, tokens, mean
-        value, mean reward-to-go (`score`).
+        first token.
     """
     lengths = rollout.episode_lengths
     targets = algo.rewards_to_go(rewards, lengths, gamma=gamma)
@@ -49,7 +47,7 @@ def quality(
     }
     # the errors at the first token, behind those of all tokens
     metrics["critic/first_value_error"] = -float(moments[3].mean)
-    return metrics | {"critic/calibration": _calibration(values[counted], targets[counted], group)}
+    return metrics
 
 
 def places(rollout: Rollout, group: Group) -> dict[str, Tensor]:
@@ -64,26 +62,6 @@ def places(rollout: Rollout, group: Group) -> dict[str, Tensor]:
     if most > 1:
         masks |= {f"turn_{k + 1}": turn == k for k in range(min(most, TURNS))}
     return masks
-
-
-def _calibration(values: Tensor, targets: Tensor, group: Group) -> list[dict[str, float]]:
-    """Tokens, mean value and mean outcome of each range that holds a token, lowest values first."""
-    low, high = extremes(values, group)
-    place = ((values - low) / max(high - low, 1e-12) * BINS).long().clamp(max=BINS - 1)
-    sums = torch.zeros(3, BINS, dtype=torch.float64)
-    for line, x in zip(sums, (torch.ones_like(values), values, targets), strict=True):
-        line.index_add_(0, place, x.double())
-    bins = group.all_sum(sums.flatten()).view(3, BINS).T.tolist()
-    return [
-        {"tokens": n, "value": value / n, "score": target / n} for n, value, target in bins if n
-    ]
-
-
-def extremes(x: Tensor, group: Group) -> tuple[float, float]:
-    """The smallest and the largest number of all ranks' parts `[N]`; 0 if there is none."""
-    ends = [float(x.min()), float(x.max())] if len(x) else []
-    every = [end for part in group.all_gather(ends) for end in part]
-    return min(every, default=0.0), max(every, default=0.0)
 
 
 def summaries(figures: dict[str, Tensor], group: Group) -> dict[str, float]:

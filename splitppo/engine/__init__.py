@@ -147,13 +147,10 @@ class RolloutEngine(ABC):
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
         open: asks without a piece yet.
-        step_ms: mean milliseconds of a decode step (one token for each open row) since `begin`; 0
-            before the first.
     """
 
     loaded = False
     open = 0
-    step_ms = 0.0
 
     @abstractmethod
     def connect(self) -> str:
@@ -178,7 +175,6 @@ class RolloutEngine(ABC):
         self._check_idle("begin")
         if not self.loaded:
             raise RuntimeError("begin before a complete load_weights")
-        self.step_ms = 0.0
         self._begin(sampling, seed)
 
     def submit(self, asks: Sequence[Ask]) -> None:

@@ -81,9 +81,6 @@ class Decoder:
         movable: whether rows enter and leave alone: the cache is keys and values by column. If
             not, all rows are computed again when some enter.
         busy: whether rows are open.
-        steps: decode steps since `begin`: one token for each row in a place, or for each that
-            enters.
-        seconds: spent in them.
     """
 
     def __init__(self, model: Any, *, device: torch.device, pad: int, eos: set[int], max_rows: int):
@@ -109,8 +106,6 @@ class Decoder:
         """How tokens are drawn for the rows to come, and what may end them."""
         self._draw = draw
         self._stops = stops
-        self.steps = 0
-        self.seconds = 0.0
 
     def submit(self, asks: Iterable[Ask]) -> None:
         """Rows to decode, in this order if they are more than there are places."""
@@ -123,7 +118,6 @@ class Decoder:
         with torch.inference_mode(), sdpa_kernel(ATTENTION):
             while self.busy and not ended and time.monotonic() < start + TICK:
                 ended = self._step()
-        self.seconds += time.monotonic() - start
         if not self.busy:
             self.abort()  # frees the cache
         return ended
@@ -165,7 +159,6 @@ class Decoder:
             layer.at = self._at
         self._mask[:, :, self._at] = 1
         self._at += 1
-        self.steps += 1
         newest = [(self.pad, 0)] * self._mask.shape[0]
         for place, row in self._rows.items():
             newest[place] = row.tokens[-1], row.length - 1
@@ -181,7 +174,6 @@ class Decoder:
             rows = [*self._rows.values(), *rows]
             self._rows = {}
             self._at = 0  # a new cache
-        self.steps += bool(rows)
         rows.sort(key=lambda row: row.length, reverse=True)
         if len(self._rows) + len(rows) != self._mask.shape[0] or rows[0].length > self._at:
             self._arrange(rows)

@@ -136,9 +136,7 @@ class HFEngine(RolloutEngine):
         self.decoder.submit(asks)
 
     def _poll(self) -> list[Piece]:
-        ended = self.decoder.poll()
-        self.step_ms = 1e3 * self.decoder.seconds / max(1, self.decoder.steps)
-        return ended
+        return self.decoder.poll()
 
     def _abort(self) -> None:
         self.decoder.abort()

@@ -120,14 +120,8 @@ class Generator:
             torch.tensor([float(part) for part in sums])
         ).tolist()
         largest = max(rollout.episode_lengths, default=0), max(ages.tolist(), default=0)
-        longest, oldest, step_ms = zip(
-            *self.group.all_gather((*largest, self.engine.step_ms)), strict=True
-        )
-        metrics = {
-            "tokens": whole,
-            "perf/engine_step_ms/mean": sum(step_ms) / max(1, sum(map(bool, step_ms))),
-            "perf/engine_step_ms/max": max(step_ms),
-        }
+        longest, oldest = zip(*self.group.all_gather(largest), strict=True)
+        metrics = {"tokens": whole}
         if open_rows := self.sampler.open.values():  # with windows
             lengths = [row.tokens for row in open_rows]
             metrics |= {

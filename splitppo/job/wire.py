@@ -14,7 +14,6 @@ The copy then takes microseconds. Batches travel over a process group of their o
 Gloo on CPUs.
 """
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,8 +81,6 @@ class Wire:
         # copies run in a thread: NCCL can't cancel one whose peer is absent, but the wait for the
         # thread can end
         self._copier = ThreadPoolExecutor(1, "copies", begin)
-        # since the last `spent`: MB that crossed here, seconds of copying
-        self.crossed: dict[str, float] = dict.fromkeys(("perf/wire_mb", "perf/wire_s"), 0.0)
 
     def is_clear(self, hop: Hop) -> bool:
         """Sender: whether the receiver has given its clear-to-send. Doesn't wait."""
@@ -95,7 +92,6 @@ class Wire:
         self._wait(hop, "clear", hop.receiver)
         self.store.set(f"{hop}/go", array("q", [payload.numel(), *header]).tobytes())
         self._copy(hop, hop.receiver, self.transfer_out, payload, hop.receiver)
-        self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
 
     def recv(
         self, hop: Hop, dtype: torch.dtype, check: Callable[[list[int]], int]
@@ -117,14 +113,7 @@ class Wire:
                 "do all ranks run one version?"
             )
         payload = self._copy(hop, hop.sender, self.transfer_in, numel, dtype, hop.sender)
-        self.crossed["perf/wire_mb"] += payload.nbytes / 1e6
         return header, payload
-
-    def spent(self) -> dict[str, float]:
-        """Metrics of what crossed at this rank since the last call: MB, and seconds of copying."""
-        figures = self.crossed
-        self.crossed = dict.fromkeys(figures, 0.0)
-        return figures
 
     def transfer_out(self, payload: Tensor, receiver: int) -> None:
         """Posts the send; the receiver posts at the same time."""
@@ -156,7 +145,6 @@ class Wire:
                 self.stream.synchronize()
             return transferred
 
-        start = time.monotonic()
         try:
             return self._copier.submit(on_stream).result(self.timeout)
         except TimeoutError as error:
@@ -166,8 +154,6 @@ class Wire:
         except RuntimeError as error:
             both = f"between {self.describe(self.rank)} and {self.describe(peer)}"
             raise WireError(f"{hop}: the copy {both} failed: {error}") from error
-        finally:
-            self.crossed["perf/wire_s"] += time.monotonic() - start
 
     def _timed_out(self, hop: Hop, what: str, peer: int) -> WireError:
         return WireError(

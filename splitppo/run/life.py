@@ -293,7 +293,7 @@ class Run:
             self.written.result()
         if log.screen:  # a failure's cause is to stay the last on it
             log.screen.silent = self.runtime.status.has_failure()
-        log.finish(step, metrics | (self.links.wire.spent() if self.links else {}))
+        log.finish(step, metrics)
         self.savers[role].commit(step)
         updates = len(metrics.get("optimizer_steps", ()))
         all_skipped = updates > 0 and metrics[f"{role}/skipped"] == updates

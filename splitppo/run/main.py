@@ -78,7 +78,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         # it, and torchrun gives the rank 30 s
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = flags()
-    config = sources.with_copies(parse(argv))
+    config = parse(argv)
     rules.check(config)
     for line in kept_rates(config, argv) if launch.rank == 0 else ():
         say(line)

@@ -24,31 +24,13 @@ def absolute(config: Config, run: Path) -> Config:
 
     def change(setting: str, name: str) -> str:
         if ".py:" in name:
-            return os.path.abspath(name).removeprefix(os.path.abspath(run / "rewards"))
+            return os.path.abspath(name)
         # by a word, and not by a path
         named = name == "tiny" or setting.startswith(("env.", "log."))
         is_local = "." in setting and not named and os.path.exists(name)
         return os.path.abspath(name) if is_local else name
 
     return map_paths(config, change)
-
-
-def with_copies(config: Config) -> Config:
-    """The configuration of a run that goes on: RUN's copies stand for reward files that are no
-    longer there."""
-
-    def change(_: str, name: str) -> str:
-        file = name.rpartition(":")[0]
-        copy = reward_copy(Path(config.run_dir or ""), file)
-        is_gone = file.endswith(".py") and not os.path.exists(file) and copy.is_file()
-        return name.replace(file, str(copy)) if is_gone else name
-
-    return map_paths(config, change) if config.run_dir else config
-
-
-def reward_copy(run: Path, file: str) -> Path:
-    """Where `run` keeps its copy of a reward file."""
-    return run.joinpath("rewards", *Path(os.path.abspath(file)).parts[1:])
 
 
 def model_paths(config: Config) -> dict[str, str]:
@@ -84,7 +66,7 @@ def keep_copies(config: Config, models: Mapping[str, str], run: Path) -> None:
     )
     for path in {name.rpartition(":")[0] for name in functions} - {""}:
         file = Path(os.path.realpath(path))
-        copy = reward_copy(run, path)
+        copy = run.joinpath("rewards", *Path(os.path.abspath(path)).parts[1:])
         if not file.is_relative_to(run.resolve() / "rewards"):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)

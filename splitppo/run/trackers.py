@@ -8,10 +8,9 @@ sends the steps that it does.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,8 @@ from splitppo.config import Config
 from splitppo.config.toml import leaves
 from splitppo.errors import UserError, one_line, warn
 from splitppo.placement import ROLES, Role
-from splitppo.run.files import Tail, parse_record, read_file, read_lines, shown, write_whole
+from splitppo.run.files import Tail, parse_record, read_file, write_whole
 from splitppo.workers import find_in_file
-
-TABLE_ROWS = 64  # rows of a table at most
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 def check_trackers(config: Config) -> None:
@@ -79,23 +74,11 @@ class Wandb:
         write_whole(path, self.run.id)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        self.table = wandb.Table
         self.close = self.run.finish
 
-    def write(
-        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
-    ) -> None:
-        """Takes one role's metrics and tables of a step, which ended at `time` (Unix seconds)."""
-        self.run.log({"step": step, **metrics, **self.shown(tables)})
-
-    def shown(self, tables: Mapping[str, Rows]) -> dict[str, Any]:
-        """The tables as the package has them."""
-        return {
-            name: self.table(
-                list(rows[0]), [list(row.values()) for row in rows], allow_mixed_types=True
-            )
-            for name, rows in tables.items()
-        }
+    def write(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
+        """Takes one role's metrics of a step, which ended at `time` (Unix seconds)."""
+        self.run.log({"step": step, **metrics})
 
 
 class Trackio(Wandb):
@@ -112,18 +95,15 @@ class Trackio(Wandb):
             config=asdict(config),
             embed=False,
         )
-        self.table = trackio.Table
         self.close = self.run.finish
 
-    def write(
-        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
-    ) -> None:
-        self.run.log({**metrics, **self.shown(tables)}, step)
+    def write(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
+        self.run.log({**metrics}, step)
 
 
 class MLflow:
-    """One run in MLflow (its MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME), of figures alone. A
-    resumed run continues it (RUN/mlflow_id)."""
+    """One run in MLflow (its MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME). A resumed
+    run continues it (RUN/mlflow_id)."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
         import mlflow  # an optional package
@@ -137,9 +117,7 @@ class MLflow:
         self.log = mlflow.log_metrics
         self.close = mlflow.end_run
 
-    def write(
-        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
-    ) -> None:
+    def write(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
         self.log(
             # MLflow refuses other characters in names
             {re.sub(r"[^\w. :/-]", "_", name): value for name, value in metrics.items()},
@@ -149,7 +127,7 @@ class MLflow:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, of figures alone. Those of a resumed run hide the steps that
+    """Event files in RUN/tensorboard. Those of a resumed run hide the steps that
     it repeats."""
 
     def __init__(self, config: Config, run_dir: Path, start: int):
@@ -160,9 +138,7 @@ class TensorBoard:
         )
         self.close = self.writer.close
 
-    def write(
-        self, step: int, time: float, metrics: Mapping[str, float], tables: Mapping[str, Rows]
-    ) -> None:
+    def write(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         self.writer.flush()  # so that the files of a killed run have them
@@ -190,9 +166,8 @@ class Trackers:
             for line in self.records[role]:
                 record = parse_record(*line)
                 if (step := record["step"]) > self.last:
-                    tables = self._tables(role, step)
                     for tracker in self.trackers:
-                        tracker.write(step, record["time"], metrics_of(role, record), tables)
+                        tracker.write(step, record["time"], metrics_of(role, record))
 
     def close(self) -> None:
         """Sends the last records and closes the trackers. Call it when all ranks have finished
@@ -204,13 +179,6 @@ class Trackers:
             except Exception as error:  # the run has done its work
                 text = f"{type(error).__name__}: {one_line(str(error))}"
                 warn(f"{type(tracker).__name__}.close: {text}")
-
-    def _tables(self, role: Role, step: int) -> dict[str, Rows]:
-        """The samples that were written before the role's record of the step."""
-        name = "samples" if role == "critic" else "validation/samples"
-        path = self.run_dir / name.removesuffix("/samples") / f"step_{step:06d}.jsonl"
-        rows = [shown(row) for row in islice(read_lines(path), TABLE_ROWS)]
-        return {name: rows} if rows else {}
 
 
 def metrics_of(role: Role, record: Mapping[str, Any]) -> dict[str, float]:

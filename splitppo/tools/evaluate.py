@@ -36,7 +36,7 @@ def main() -> int:
 def _of_run(folder: Path, flags: Sequence[str]) -> tuple[Config, Weights] | None:
     """Of a run or one of its checkpoints; None if the folder is neither."""
     from splitppo.run.checkpoint import is_complete, step_of
-    from splitppo.run.sources import model_folder, with_copies
+    from splitppo.run.sources import model_folder
     from splitppo.tools.saved import load_model, open_run
 
     folder = folder if is_complete(folder) else folder.resolve()
@@ -50,7 +50,6 @@ def _of_run(folder: Path, flags: Sequence[str]) -> tuple[Config, Weights] | None
         return None
     before, _, saved = open_run(run, step_of(folder) or None)
     config = parse(["--config", str(run / "config.toml"), *flags], recorded=True)
-    config = with_copies(replace(config, run_dir=str(run)))
     source = str(model_folder(before, run, "policy"))
     # the checkpoint has the weights
     policy = replace(config.policy, path=source, random_init=True, lora=LoraConfig())

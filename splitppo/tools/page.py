@@ -37,7 +37,6 @@ TOKEN_STEPS = 8
 TOKEN_ROWS = 4
 TOKENS = 500
 
-CALIBRATION = ("value", "score", "tokens")  # the means, and how many, of ten ranges of the values
 NO_METRICS = {"step", "time", "critic/step", "critic/time"}
 
 
@@ -53,8 +52,6 @@ def build_page(folder: Path, run: Run, chosen: int | None) -> str:
     ]
     metrics = [step.metrics for column in (actor, critic) for step in column.values()]
     changed = differences([run.settings, flat(asdict(Config()))], [run.user_settings])
-    bins = critic[max(critic)].calibration if critic else ()
-    calibration = [[f"{one[name]:.4g}" for name in CALIBRATION] for one in bins]
     versions = read_if_there(folder / "versions.json", lambda text: dict(json.loads(text)))
     names = {name for timeline in timelines for _, spans in timeline.lanes for _, name, *_ in spans}
     return render(
@@ -69,7 +66,6 @@ def build_page(folder: Path, run: Run, chosen: int | None) -> str:
                     changed if run.settings else None,
                 ],
                 ["Versions", ("", ""), versions and list(versions.items())],
-                ["Calibration, last step", CALIBRATION, calibration],
             ],
             "placement": read_if_there(folder / "placement.txt", str.splitlines)
             or ["no placement.txt in the run's folder"],

@@ -39,7 +39,6 @@ class Step(NamedTuple):
 
     metrics: dict[str, float]
     spans: list[Span]
-    calibration: Sequence[dict[str, float]] = ()
     # (row, tokens) that each of the first slots decoded
     slots: Sequence[Sequence[Sequence[int]]] = ()
 
@@ -81,7 +80,6 @@ def read_column(path: Path) -> Column:
         record["step"]: Step(
             {name: value for name, value in record.items() if isinstance(value, int | float)},
             record["spans"],
-            record.get("critic/calibration", ()),
             record.get("slots", ()),
         )
         for record in (read_lines(path, parse_record) if path.is_file() else ())

@@ -40,7 +40,6 @@ def quality_rank(group: Group, cut: bool, unfinished: Any) -> dict:
 @pytest.mark.parametrize(("cut", "end"), [(False, "limit"), (False, "failed"), (True, "limit")])
 def test_figures_are_those_of_a_loop_over_tokens(cut: bool, end: Any):
     places: dict[str, list] = {}
-    every = []
     for row, length in enumerate(LENGTHS):
         for t in range(length):
             rewards = drawn(2)[row].tolist()
@@ -48,7 +47,6 @@ def test_figures_are_those_of_a_loop_over_tokens(cut: bool, end: Any):
             pair = (drawn(1)[row][t].item(), to_go)
             if row == CUT and not cut:
                 continue
-            every.append(pair)
             octave = {0: "first", 1: "token_2", 2: "token_2"}.get(t, "token_4")
             turn = sum(t >= end for end in TURNS[row])
             for place in ("all", octave, f"turn_{1 + turn}"):
@@ -59,15 +57,5 @@ def test_figures_are_those_of_a_loop_over_tokens(cut: bool, end: Any):
         due[f"critic/explained/{place}"] = float(1 - (happened - guesses).var() / happened.var())
     due["critic/vf_explained_var"] = due.pop("critic/explained/all")
     due["critic/first_value_error"] = sum(v - s for v, s in places["first"]) / len(places["first"])
-    low, high = min(v for v, _ in every), max(v for v, _ in every)
-    bins: dict[int, list] = {}
-    for pair in every:
-        bins.setdefault(min(9, int((pair[0] - low) / (high - low) * 10)), []).append(pair)
-    means = [[len(pairs), *(sum(column) / len(pairs) for column in zip(*pairs, strict=True))]
-             for _, pairs in sorted(bins.items())]  # fmt: skip
     for found in run_threads(2, quality_rank, cut, end):
-        table = found.pop("critic/calibration")
         assert found == pytest.approx(due, rel=1e-5)
-        assert [x for line in table for x in line.values()] == pytest.approx(
-            [x for line in means for x in line], rel=1e-5
-        )

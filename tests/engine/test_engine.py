@@ -2,7 +2,6 @@
 is the judge."""
 
 import json
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -150,10 +149,6 @@ class Together:
     def loaded(self, value: bool) -> None:
         for engine in self.engines:
             engine.loaded = value
-
-    @property
-    def step_ms(self) -> float:
-        return self.engines[0].step_ms
 
     @property
     def open(self) -> int:
@@ -386,14 +381,6 @@ def test_a_row_of_a_given_length_has_it_whatever_ends_others(case: Case) -> None
         assert (rows[request.row].end == "eos") == (
             rows[request.row].response[-1] in (EOS, OTHER_EOS)
         )
-
-
-def test_a_step_is_a_token_of_each_row(case: Case) -> None:
-    start = time.monotonic()
-    run(case.engine, [replace(request, length=9) for request in some_requests()])
-    assert 0 < 9 * case.engine.step_ms <= 1e3 * (time.monotonic() - start)
-    run(case.engine, [])
-    assert case.engine.step_ms == 0
 
 
 def test_greedy_is_the_argmax_of_each_step(case: Case) -> None:

@@ -28,7 +28,6 @@ from transformers import AutoConfig
 from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.engine import Ask
 from splitppo.engine.vllm.host import SETTINGS, start_llm
-from splitppo.engine.vllm.messages import Pieces
 from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token
 from splitppo.engine.vllm.rows import Rows
 from splitppo.tools.bench import lengths_of
@@ -221,7 +220,7 @@ def window(rows: Rows, plan: Plan, prompts: list[list[int]], tokens: int) -> Non
     decoding = time.perf_counter() - began
     scheduling = sum(map(sum, spent.values()))
     answered = time.perf_counter()
-    pickle.loads(pickle.dumps(Pieces([piece for _, piece in pieces], 0.0)))
+    pickle.loads(pickle.dumps([piece for _, piece in pieces]))
     messages = began - sent - prefixes + time.perf_counter() - answered
     while not llm.reset_prefix_cache():
         llm.step()

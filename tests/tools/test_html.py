@@ -265,7 +265,7 @@ def test_page_of_a_bare_run(tmp_path: Path):
     run = bare_run({"step": 1.0, "actor/pg_loss": 1.0})
     data = data_of(build_page(tmp_path, run, None))
     tables = [rows for *_, rows in data["tables"]]
-    assert (tables, data["timelines"], data["time"]) == ([None, None, []], [], None)
+    assert (tables, data["timelines"], data["time"]) == ([None, None], [], None)
     (tmp_path / "placement.txt").write_text("placement per_node: 1 actor, 1 critic\n  rank 0\n")
     (tmp_path / "versions.json").write_text("steps = ")
     with pytest.raises(UserError, match=r"versions.json can't be read .*; fix or remove it"):
@@ -273,16 +273,6 @@ def test_page_of_a_bare_run(tmp_path: Path):
     (tmp_path / "versions.json").unlink()
     data = data_of(build_page(tmp_path, run, None))
     assert data["placement"] == ["placement per_node: 1 actor, 1 critic", "  rank 0"]
-
-
-def test_page_has_the_last_steps_calibration(tmp_path: Path):
-    bins = [[{"value": 0.25, "score": 0.5, "tokens": 7.0 + step}] for step in range(2)]
-    critic = {1 + step: Step({}, [], calibration=bins[step]) for step in range(2)}
-    run = Run("run", "", {}, {}, columns=({1: Step({}, [])}, critic))
-    assert data_of(build_page(tmp_path, run, None))["tables"][-1][1:] == [
-        ["value", "score", "tokens"],
-        [["0.25", "0.5", "8"]],
-    ]
 
 
 def test_page_of_a_long_run_is_bounded(tmp_path: Path):

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from splitppo.config import RolloutConfig
 from splitppo.engine import TICK, Ask, Piece, RolloutEngine, check_weights, weight_names
-from splitppo.engine.vllm.messages import Entry, Pieces
+from splitppo.engine.vllm.messages import Entry
 from splitppo.engine.vllm.process import EngineError, Process, fixed_segments
 from splitppo.engine.vllm.weight_check import checksum
 from splitppo.errors import UserError
@@ -169,16 +169,15 @@ class VLLMEngine(RolloutEngine):
             if time.monotonic() - self._heard > self.timeout:
                 raise self._timed_out("the next row")
             return []
-        message: Pieces = self._receive("the next row")
+        pieces: list[Piece] = self._receive("the next row")
         self._heard = time.monotonic()
-        self.step_ms = message.step_ms
-        return list(message.pieces)
+        return pieces
 
     def _abort(self) -> None:
         if self._conn:
             self._sender.submit(self._conn.send, ("halt",))
-            while isinstance(self._receive("the end of an aborted rollout"), Pieces):
-                pass
+            while self._receive("the end of an aborted rollout") is not None:
+                pass  # pieces of it
 
     def _fill(
         self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, tuple[int, Tensor]]

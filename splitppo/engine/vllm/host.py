@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from splitppo.engine.vllm import vllm_version
-from splitppo.engine.vllm.messages import Entry, Pieces
+from splitppo.engine.vllm.messages import Entry
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
 from splitppo.engine.vllm.weight_check import Sums, compare
@@ -155,9 +155,6 @@ class Host:
         self.rows = rows
         # calls of ranks that wait for the others
         self.calls: list[deque[Any]] = [deque() for _ in conns]
-        # vLLM's steps since it had no row
-        self.steps = 0
-        self.seconds = 0.0
 
     def serve(self) -> None:
         """Runs until all ranks have called `close`."""
@@ -182,9 +179,6 @@ class Host:
                 self._step()
 
     def submit(self, rank: int, *request: Any) -> None:
-        if not self.rows.open:
-            self.steps = 0
-            self.seconds = 0.0
         self.rows.add(rank, *request)
 
     def halt(self, rank: int) -> None:
@@ -222,13 +216,9 @@ class Host:
 
     def _step(self) -> None:
         """Runs vLLM's next step, and sends each rank what has ended of its rows."""
-        start = time.monotonic()
         ended = self.rows.step()
-        self.steps += 1
-        self.seconds += time.monotonic() - start
         for rank in {rank for rank, _ in ended}:
-            pieces = [piece for owner, piece in ended if owner == rank]
-            self.conns[rank].send(Pieces(pieces, step_ms=1e3 * self.seconds / self.steps))
+            self.conns[rank].send([piece for owner, piece in ended if owner == rank])
 
 
 def connect(plan: Plan) -> list[tuple[Connection, Any]]:

@@ -8,7 +8,7 @@ A rank calls: it sends the name of a method of `host.Host`, and its arguments.
     verify, sums             all is sent: name -> (numbers, checksum) of each tensor
     sleep, level             vLLM's sleep level; 0: stay awake; the deepest of all ranks counts
     wake, tags               parts of vLLM's memory that are asleep: weights, kv_cache
-    submit, asks, sampling, seed    rows to draw tokens for; `Pieces` follow
+    submit, asks, sampling, seed    rows to draw tokens for; lists of `Piece`s follow
     halt                     drops the rank's rows
     close                    the rank leaves
 
@@ -17,12 +17,9 @@ when all have called, and sends each the result. `submit` and `close` have no an
 is None.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from splitppo.engine import Piece
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,3 @@ class Entry:
     dtype: torch.dtype
     shape: torch.Size
     first: int
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """What has ended of a rank's rows. `step_ms`: mean milliseconds of a decode step since the
-    engine had no row."""
-
-    pieces: Sequence[Piece]
-    step_ms: float
