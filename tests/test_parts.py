@@ -4,6 +4,8 @@ what is refused."""
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from splitppo.config import rules
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
+from splitppo.policy import Policy, Surrogate, UsersLoss
 from splitppo.run.checks import check_inputs
 from splitppo.run.folder import check_same_run, inputs_of, write_run_files
 from splitppo.run.parts import find_parts
@@ -233,6 +236,22 @@ def test_a_changed_file_is_another_run(tmp_path, file, setting):
     copied = parse([f"--ppo.{setting}={copy}:{setting}", f"--run-dir={folder}"])
     assert find_parts(copied).keys() == {setting}
     check_same_run(copied, folder, inputs_of(copied, {}, {}))
+
+
+def test_compiling_calls_no_loss_of_the_users():
+    """Its rows are zeros."""
+    context: Any = SimpleNamespace(config=parse([]))
+    used: list[Any] = []
+    learner: Any = SimpleNamespace(
+        runner=SimpleNamespace(group=None),
+        warm_up=lambda *_, **__: used.append(type(policy.surrogate)),
+    )
+    loss = UsersLoss(context, lambda **_: pytest.fail("it was called"))
+    outputs: Any = max  # nothing is computed
+    policy = Policy(context, learner, outputs, None, dtype=torch.float32, surrogate=loss)
+    policy.warm_up()
+    assert used == [Surrogate]
+    assert policy.surrogate is loss
 
 
 def test_the_pages_command_is_a_run(tmp_path, file, monkeypatch):

@@ -146,7 +146,7 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     assert "Started from base" in card
     assert "torch" in card
     typed_words = json.loads((moved / "run" / "versions.json").read_text())["command"].split()
-    assert not [word for word in typed_words if len(word) > 5 and word in card]
+    assert not [word for word in typed_words if len(word) > 8 and word in card]
     for file in policy.iterdir():
         for secret in (str(kept[1]), str(moved)):
             assert secret.encode() not in file.read_bytes(), (file.name, secret)
