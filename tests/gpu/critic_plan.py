@@ -125,7 +125,8 @@ TASKS = {
         ("V1", "T1", "B1", "G8"),
         ("V1", "T1"),
         (("V1", "B1"), ("V1", "G8"), ("T1", "B1")),
-        ("--reward.function", f"{HERE / 'critic_rewards.py'}:answer",
+        ("--data.system", "Reply with the answer alone.",
+         "--reward.function", f"{HERE / 'critic_rewards.py'}:answer",
          "--rollout.max-new-tokens", "24"),
     ),
     "written": Task(
