@@ -84,8 +84,8 @@ def test_rewards_returns_and_explained_variance_by_hand():
         assert of["returns"] == (pytest.approx(5.5 / 3), 0.0, 3.0)
         assert of["values"] == (pytest.approx(4 / 3), 1.0, 2.0)
         assert of["steps"] == (5.0, 0.0, 10.0)
-        # returns have the variance 31/12, what is left of it beside the values 9/4
-        assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 4) / (31 / 12))
+        # two tokens are first: returns 5/2 and 0, less the values 1/2 and -1
+        assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 8) / (25 / 8))
         assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (
             1.5,
             1.0,

@@ -98,6 +98,13 @@ def variance(xs: list[float]) -> float:
     return sum((x - mean) ** 2 for x in xs) / (len(xs) - 1)
 
 
+def inside(xs: list[float]) -> float:
+    """Squares around the means at the places 1, 2 to 3, 4 to 7 of a row."""
+    octaves = [(t + 1).bit_length() for n in LENGTHS for t in range(n)]
+    parts = [[x for x, at in zip(xs, octaves, strict=True) if at == o] for o in {*octaves}]
+    return sum((x - sum(part) / len(part)) ** 2 for part in parts for x in part)
+
+
 def expected(
     scores: list[float], seen: list[float]
 ) -> tuple[list[float], list[float], dict[str, float]]:
@@ -124,7 +131,7 @@ def expected(
         "critic/rewards/min": min(rewards), "critic/length/mean": 15.0,
         "critic/advantages/mean": mean, "critic/returns/max": max(returns),
         "critic/values/min": min(values),
-        "critic/vf_explained_var": 1 - variance(error) / variance(returns),
+        "critic/vf_explained_var": 1 - inside(error) / inside(returns),
         "critic/kl_coef": KL_COEF, "critic/kl_row": sum(all_kl) / 4,
         "critic/ref_kl": sum(all_kl) / 8, "critic/reward_failures": 0.0,
     }  # fmt: skip

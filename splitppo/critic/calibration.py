@@ -22,13 +22,14 @@ def quality(
     `cut`: unfinished rows count, too: the value model learns from them.
 
     Returns:
-        `critic/vf_explained_var`: 1 - var(reward-to-go - value) / var(reward-to-go) over all
-        tokens; 0 where these rewards don't vary. `critic/explained/PLACE`: the same over the tokens
-        there. Places: `first`, a row's first token; `token_K` for
+        `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
+        there; 0 where these rewards don't vary. Places: `first`, a row's first token; `token_K` for
         K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
         turn K, up to the 8th. A place counts from a row's beginning, since a part of its length
-        would tell how it ends. `critic/first_value_error`: mean of value less reward-to-go at the
-        first token.
+        would tell how it ends. `critic/vf_explained_var`: the same over all tokens, with variances
+        around the means at `first` and each `token_K`: else values that know a token's place and no
+        more would explain a part, where rewards come on the way or length depends on success.
+        `critic/first_value_error`: mean of value less reward-to-go at the first token.
     """
     lengths = rollout.episode_lengths
     targets = algo.rewards_to_go(rewards, lengths, gamma=gamma)
@@ -37,17 +38,18 @@ def quality(
     # an update will say what is wrong with values that are not finite
     counted = rows.repeat_interleave(sizes) & values.isfinite()
     errors = targets - values
-    every = {"critic/vf_explained_var": torch.ones_like(counted)}
-    every |= {f"critic/explained/{place}": at for place, at in places(rollout, group).items()}
-    figures = [x[counted & at] for at in every.values() for x in (targets, errors)]
+    masks = places(rollout, group)
+    figures = [x[counted & mask] for mask in masks.values() for x in (targets, errors)]
     moments = algo.all_moments(group.all_gather, figures)
     metrics: dict[str, Any] = {
-        name: algo.explained_variance(target, error)
-        for name, target, error in zip(every, moments[::2], moments[1::2], strict=True)
+        f"critic/explained/{place}": algo.explained_variance(target, error)
+        for place, target, error in zip(masks, moments[::2], moments[1::2], strict=True)
     }
-    # the errors at the first token, behind those of all tokens
-    metrics["critic/first_value_error"] = -float(moments[3].mean)
-    return metrics
+    metrics["critic/first_value_error"] = -float(moments[1].mean)  # `first` comes first
+    tokens = moments[: 2 * sum(not place.startswith("turn") for place in masks)]
+    inside = [algo.Moments(part.count, 0 * part.mean, part.variance) for part in tokens]
+    every = map(algo.merge_moments, (inside[::2], inside[1::2]))
+    return metrics | {"critic/vf_explained_var": algo.explained_variance(*every)}
 
 
 def places(rollout: Rollout, group: Group) -> dict[str, Tensor]:

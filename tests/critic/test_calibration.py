@@ -49,13 +49,30 @@ def test_figures_are_those_of_a_loop_over_tokens(cut: bool, end: Any):
                 continue
             octave = {0: "first", 1: "token_2", 2: "token_2"}.get(t, "token_4")
             turn = sum(t >= end for end in TURNS[row])
-            for place in ("all", octave, f"turn_{1 + turn}"):
+            for place in (octave, f"turn_{1 + turn}"):
                 places.setdefault(place, []).append(pair)
     due = {}
+    left = spread = 0.0  # over all tokens, around the means at their places
     for place, pairs in places.items():
         guesses, happened = torch.tensor(pairs, dtype=torch.float64).T
-        due[f"critic/explained/{place}"] = float(1 - (happened - guesses).var() / happened.var())
-    due["critic/vf_explained_var"] = due.pop("critic/explained/all")
+        error = happened - guesses
+        due[f"critic/explained/{place}"] = float(1 - error.var() / happened.var())
+        if not place.startswith("turn"):
+            left += float((error - error.mean()).square().sum())
+            spread += float((happened - happened.mean()).square().sum())
+    due["critic/vf_explained_var"] = 1 - left / spread
     due["critic/first_value_error"] = sum(v - s for v, s in places["first"]) / len(places["first"])
     for found in run_threads(2, quality_rank, cut, end):
         assert found == pytest.approx(due, rel=1e-5)
+
+
+def test_values_that_know_the_place_and_no_more_explain_nothing():
+    """Each token is paid 1, and the rows differ in the last one alone."""
+    episodes = [episode(row, [1], range(2)) for row in range(2)]
+    rewards = torch.tensor([1.0, 1, 1, 3])
+    values = torch.tensor([3.0, 2, 3, 2])  # the means of what is still to come
+    found = run_threads(
+        1, lambda group: quality(Rollout(episodes), values, rewards, 1.0, group, cut=True)
+    )
+    assert found[0]["critic/vf_explained_var"] == 0
+    assert found[0]["critic/explained/token_2"] == 0
