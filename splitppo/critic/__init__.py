@@ -14,7 +14,6 @@ from splitppo import algo
 from splitppo.context import Context
 from splitppo.critic.baselines import Baseline, Estimate
 from splitppo.critic.calibration import summaries
-from splitppo.critic.pretraining import Pretraining
 from splitppo.critic.teacher import Teacher
 from splitppo.job.collectives import Group
 from splitppo.models.batching import dummy_rollout
@@ -87,7 +86,9 @@ class Critic:
         self.learners = baseline.learners
         self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
-        self.pretraining = Pretraining(context, pretrained)
+        self.pretrained = pretrained
+        # the first steps, in which the policy waits: the critic alone knows which these are
+        self.pretrain_steps = context.config.value.pretrain_steps
         self.reward_model = reward_model
         self.reference = reference
         self.teacher = teacher
@@ -186,7 +187,7 @@ class Critic:
         # a row would gain by each part that it has or lacks, of whose mean it were less
         centered = not (with_spans or self.context.config.has_env)
         rewards, spans = self._rewards(scored, kl, centered=centered)
-        waits = self.pretraining.policy_waits(step)
+        waits = step <= max(self.context.config.ppo.critic_warmup, self.pretrain_steps)
         if not waits:
             self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         estimate = self.baseline.estimate(
@@ -195,7 +196,7 @@ class Critic:
             scored.values,
             spans=spans,
             first=first,
-            pretraining=self.pretraining.runs(step),
+            pretraining=step <= self.pretrain_steps,
         )
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(
@@ -292,9 +293,10 @@ class Critic:
             scored.rollout,
             scored.values,
             estimate.returns,
-            pretraining=self.pretraining.runs(plan.step),
+            pretraining=plan.step <= self.pretrain_steps,
         )
-        self.pretraining.finish(plan.step)
+        if plan.step == self.pretrain_steps:
+            self.pretrained()
         return metrics
 
     def samples(self, step: int, scored: ScoredRows, estimate: Estimate) -> list[dict[str, Any]]:

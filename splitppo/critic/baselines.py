@@ -81,7 +81,8 @@ class Baseline:
             values: `[N]`, of `values`; of the first rows they may be changed.
             spans: `[N]`, what of the rewards spans pay.
             first: whether no row had a score before these.
-            pretraining: whether the value model alone is trained (`Pretraining.runs`).
+            pretraining: whether the value model alone is trained, with lambda 1 and epochs of its
+                own (`value.pretrain_steps`; Yuan et al. 2025, VC-PPO, section 4.1).
         """
         raise NotImplementedError
 

@@ -152,7 +152,6 @@ class Trackers:
     not `active`."""
 
     def __init__(self, config: Config, run_dir: Path, start: int, *, active: bool = True):
-        self.run_dir = run_dir
         self.last = start or -1  # the last step whose records are not sent
         self.records = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROLES}
         self.trackers = [
