@@ -17,6 +17,7 @@ from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
 from splitppo.critic import Critic, ScoredRows
 from splitppo.critic.baselines import Values
 from splitppo.job.collectives import Group
+from splitppo.models.experts import Load
 from splitppo.models.learner import Learner
 from splitppo.models.runner import Runner
 from splitppo.rewards.scorer import Failure
@@ -123,6 +124,7 @@ class Two(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation="padded")
         self.matrix, self.bias = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1))
+        self.load = Load(self)
 
 
 def make_learner(
