@@ -393,8 +393,7 @@ def test_two_hosts_are_as_one_also_when_a_rank_of_one_is_killed(pair, tmp_path):
         "--checkpoint.every=1",
     ]
     argv += ["--timeout=30", "--placement.actor=2"]  # as many of four ranks on one host as on two
-    # the second start resumes, whatever --resume says
-    flags = [f"--run-dir={tmp_path / 'run'}", "--resume=never", "--fsdp.shard-size=node"]
+    flags = [f"--run-dir={tmp_path / 'run'}", "--fsdp.shard-size=node"]
     jobs = start(pair, tmp_path, *argv, *flags, restarts=2)
     assert ended(jobs) == [0, 0], jobs[0].said() + jobs[1].said()
     assert re.search(r"^steps +[12] to 3", jobs[0].said(), re.MULTILINE), jobs[0].said()

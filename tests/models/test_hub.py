@@ -402,7 +402,7 @@ def test_a_run_that_goes_on_keeps_its_commits_and_other_nodes_must_have_the_same
     assert (
         pin(parse([*given, "--policy.path=acme/tiny@main"]))[0].policy.path != config.policy.path
     ), "it was asked for"
-    moved, _ = pin(parse([*given, "--resume=never"]))
+    moved, _ = pin(parse([*given, f"--run-dir={tmp_path / 'other'}"]))
     assert moved.policy.path != config.policy.path
     assert moved.data.files != config.data.files
     facts = [facts_of(each) for each in (config, moved)]

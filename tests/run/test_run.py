@@ -103,8 +103,6 @@ def test_every_metric_is_explained(whole):
             for name in line
             if name not in ("step", "time") and not known.fullmatch(name)
         ]
-    for line in records(whole, "actor")[1:]:  # the first one is the validation before training
-        assert 0 < line["perf/engine_step_ms/mean"] <= line["perf/engine_step_ms/max"]
 
 
 def test_metrics_have_their_step_first_and_both_columns_spans(whole):
