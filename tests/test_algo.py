@@ -66,6 +66,7 @@ def of_rows(loss: Callable[..., Any], count: int, *, lengths: bool = True) -> Ca
 
 aggregate_loss = of_rows(algo.aggregate_loss, 1)
 value_loss = of_rows(algo.value_loss, 3)
+bounded_value_loss = of_rows(algo.bounded_value_loss, 2)
 ppo_loss = of_rows(algo.policy_loss, 3)
 
 
@@ -585,6 +586,31 @@ def test_value_loss_means_and_gradient_are_over_the_mask():
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
 
 
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum"])
+def test_the_loss_of_bounded_values_is_a_loop_over_tokens(aggregate: Aggregate):
+    low, high = -1.0, 3.0
+    logits = t([0.3, -2.0], [1.5, NAN]).requires_grad_()
+    returns, mask = t([-1.0, 3.0], [0.5, NAN]), t([1, 1], [1, 0])
+    losses, slopes, values = [], [], []
+    for x, target in ((0.3, -1.0), (-2.0, 3.0), (1.5, 0.5)):
+        p, y = 1 / (1 + math.exp(-x)), (target - low) / (high - low)
+        losses.append(-y * math.log(p) - (1 - y) * math.log(1 - p))
+        slopes.append(p - y)
+        values.append(low + (high - low) * p)
+    count = 3 if aggregate == "token_mean" else 2
+    loss, metrics = bounded_value_loss(
+        logits, returns, mask, bounds=(low, high), aggregate=aggregate
+    )
+    same(loss, sum(losses) / count)
+    same(gradient(loss, logits), [x / count for x in slopes[:2]], [slopes[2] / count, 0.0])
+    same(metrics["vpred_mean"], sum(values) / 3)
+    same(metrics["vf_clipfrac"], 0.0)
+    same(algo.bounded_values(t(0.3, -2.0, 1.5), (low, high)), *values)
+    same(algo.bounded_logits(t(*values), (low, high)), 0.3, -2.0, 1.5)
+    same(algo.bounded_logits(t(low, high), (low, high)), -math.log(99), math.log(99))
+    assert algo.bounded_values(logits, None) is algo.bounded_logits(logits, None) is logits
+
+
 UNIT = 2.0**-24  # half the distance of float32 numbers near 1
 WRONG = [(0, False), (2, False), (-3, False), (64, True), (-64, True)]  # by so many; teaches
 
@@ -602,6 +628,29 @@ def test_values_that_are_returns_but_for_rounding_teach_nothing(score, wrong, te
         values, values, returns, torch.tensor(lengths), clip=0.2, aggregate="token_mean"
     )
     assert bool(gradient(loss, values).any()) == teaches
+
+
+@pytest.mark.parametrize(("wrong", "teaches"), WRONG)
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-30.0, 20.0), (-1.0, 0.9)])
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3])
+def test_bounded_values_that_are_returns_but_for_rounding_teach_nothing(
+    score, bounds, wrong, teaches
+):
+    logits = algo.bounded_logits(torch.full((5,), score), bounds).requires_grad_()
+    returns = torch.full((5,), score + wrong * UNIT * max(map(abs, bounds)))
+    loss, _ = algo.bounded_value_loss(
+        logits, returns, torch.tensor([3, 2]), bounds=bounds, aggregate="token_mean"
+    )
+    assert bool(gradient(loss, logits).any()) == teaches
+
+
+def test_bounded_values_that_are_sure_and_wrong_lose_no_infinity():
+    logits = t([-200.0, 200.0]).requires_grad_()
+    loss, _ = bounded_value_loss(
+        logits, t([1, 0]), t([1, 1]), bounds=(0.0, 1.0), aggregate="token_mean"
+    )
+    same(loss, 200.0)
+    same(gradient(loss, logits), [[-0.5, 0.5]])
 
 
 def test_entropy_by_hand():
@@ -771,6 +820,10 @@ SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
     "policy_loss": (lambda *x: LOSSES.policy_loss(*x, ROWS, **CLIPS), 3),
     "weighted policy_loss": (lambda *x: LOSSES.policy_loss(*x[:3], ROWS, weights=x[3], **CLIPS), 4),
     "value_loss": (lambda *x: LOSSES.value_loss(*x, ROWS, clip=None, aggregate="token_mean"), 3),
+    "bounded_value_loss": (
+        lambda *x: LOSSES.bounded_value_loss(*x, ROWS, bounds=(0.0, 1.0), aggregate="token_mean"),
+        2,
+    ),
 }
 
 

@@ -13,9 +13,10 @@ from ranks import run_threads
 from torch import Tensor, nn
 
 from splitppo import algo
-from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig
+from splitppo.config import Config, OptimConfig, PPOConfig, RolloutConfig, ValueConfig
 from splitppo.critic import Critic, ScoredRows
-from splitppo.critic.baselines import Values
+from splitppo.critic.baselines import BoundedValues, Values
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.models.experts import Load
 from splitppo.models.learner import Learner
@@ -36,7 +37,8 @@ def sample(row: int, prompt: int, *logprobs: float, end: End = "eos") -> Episode
 def make_critic(group: Group, config: Config) -> Critic:
     value: Any = SimpleNamespace(runner=SimpleNamespace(group=group))
     context: Any = SimpleNamespace(config=config, named=config)
-    return Critic(context, group, Values(context, value), cast(Any, None), None)
+    kind = BoundedValues if config.value.range else Values
+    return Critic(context, group, kind(context, value), cast(Any, None), None)
 
 
 def advantages(
@@ -103,6 +105,27 @@ def test_without_a_spread_of_returns_none_of_it_is_explained():
     (((found, _, _),), _), _ = run_threads(2, advantages, config, [same], no_kl)
     assert found["critic/vf_explained_var"] == 0.0
     assert "critic/ref_kl" not in found  # there is no reference
+
+
+@pytest.mark.parametrize(("score", "told"), [(1.5, "lie between 1.5 and 2"), (2.0, "")])
+def test_a_return_outside_the_range_of_bounded_values_ends_the_run_on_all_ranks(score, told):
+    config = Config(
+        ppo=PPOConfig(lam=1.0),
+        value=ValueConfig(range=(2.0, 3.0)),
+        rollout=RolloutConfig(batch_size=2),
+    )
+    rows = [scored(0, [2.2], score), scored(1, [2.2], 2.0)]
+
+    def found(group: Group) -> str:
+        try:
+            advantages(group, config, [rows], [[torch.zeros(1)], [torch.zeros(1)]])
+        except UserError as error:
+            return str(error)
+        return ""
+
+    for message in run_threads(2, found):
+        assert told in message
+        assert bool(told) == message.startswith("value.range=2 3: ")
 
 
 def test_an_adaptive_coefficient_counts_from_the_next_step_on():

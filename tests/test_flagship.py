@@ -587,11 +587,22 @@ CRITICS = {
     },
     "pretraining": PRETRAINING | SCHEDULE | {"policy_frozen": "mlp", "value_layers": 1},
     "frozen embeddings": {"samples": 2, "value_frozen": "embed_tokens"},
+    "bounded": {
+        "value_range": (-0.5, 4.0),
+        "value_epochs": 4,
+        "lam_value": 1.0,
+        "gamma": 1.0,
+        "kl_coef": 0.0,
+    },
     "batch": {"baseline": "batch"},
     "group": {"baseline": "group", "samples": 2},
 }  # fmt: skip
 AT_CRITIC = {"placement__reference": "critic"}
-OTHERS = {"all layers frozen": {"value_frozen": "model"}, "a head of zeros": {"head": "zero"}}
+OTHERS = {
+    "all layers frozen": {"value_frozen": "model"},
+    "a head of zeros": {"head": "zero"},
+    "a bounded head of zeros": CRITICS["bounded"] | {"head": "zero"},
+}
 FLAGS = {
     "value_frozen": (
         "value__freeze",
@@ -601,6 +612,7 @@ FLAGS = {
     "value_layers": ("value__layers", {}),
     "samples": ("rollout__samples", {}),
     "head": ("value__head", {}),
+    "value_range": ("value__range", {(-0.5, 4.0): "-0.5 4.0"}),
     "value_lr": ("value__optim__lr", {}),
     **{
         name: (f"policy__optim__{name}", {})
@@ -614,11 +626,14 @@ FLAGS = {
     ("name", "world", "placement"),
     [
         wide("sao", 3, {"placement__actor": 1}),
-        ("pretraining", 3, {"placement__actor": 2}),
+        wide("pretraining", 3, {"placement__actor": 2}),
         wide("pretraining", 2, {"placement__mode": "colocated"}),
         wide(
             "frozen embeddings", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}
         ),
+        ("bounded", 3, {"placement__actor": 1}),
+        wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
+        wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
         ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
         wide("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
@@ -633,9 +648,11 @@ def test_other_critics(inputs, tmp_path, name):
     check_critic(inputs, tmp_path, OTHERS[name], 2, {"placement__actor": 1})
 
 
-@pytest.mark.wide
-def test_rewards_that_are_all_alike_teach_nothing(inputs, tmp_path):
+@pytest.mark.parametrize("bounds", [wide(None), wide((-0.5, 4.0))])
+def test_rewards_that_are_all_alike_teach_nothing(inputs, tmp_path, bounds):
     options = {"head": "zero", "kl_coef": 0.0, "gamma": 1.0, "entropy_coef": 0.0}
+    if bounds:
+        options |= {"value_range": bounds, "lam_value": 1.0}
     reward = {"reward__function": f"{inputs / 'reward.py'}:alike"}
     seen, _ = check_critic(inputs, tmp_path, options, 3, {"placement__actor": 1, **reward})
     steps = seen["actor"] + seen["critic"]

@@ -133,6 +133,13 @@ def importance_weights(
     }
 
 
+def _without_rounding(losses: Tensor, errors: Tensor, size: Tensor | float) -> Tensor:
+    """Token losses `[N]` of values that differ from their targets by `errors`. A token has no
+    gradient if its error is within float32's rounding of numbers of this size: AdamW would make
+    full steps of it."""
+    return torch.where(errors.abs() < ROUNDING * size, losses.detach(), losses)
+
+
 def value_loss(
     values: Tensor,
     old_values: Tensor,
@@ -160,11 +167,55 @@ def value_loss(
     if clip is not None:
         clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     losses = 0.5 * torch.maximum(plain, clipped)
-    # AdamW would make full steps of rounding
-    same = (values - returns).abs() < ROUNDING * returns.abs()
-    losses = torch.where(same, losses.detach(), losses)
+    losses = _without_rounding(losses, values - returns, returns.abs())
     metrics = _means({"vf_clipfrac": clipped > plain, "vpred_mean": values}, values.dtype)
     return aggregate_loss(losses, lengths, aggregate), metrics
+
+
+def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """`low + (high - low) * sigmoid(logits)`, any shape: values between two bounds, in the returns'
+    unit (BPCO, arXiv:2608.23566). Without bounds the outputs are the values."""
+    if bounds is None:
+        return logits
+    low, high = bounds
+    return low + (high - low) * logits.sigmoid()
+
+
+def bounded_logits(values: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """The inverse of `bounded_values`. A value nearer to a bound than 1 % of the range counts as
+    that near."""
+    if bounds is None:
+        return values
+    low, high = bounds
+    return ((values - low) / (high - low)).logit(0.01)
+
+
+def bounded_value_loss(
+    logits: Tensor,
+    returns: Tensor,
+    lengths: Tensor,
+    *,
+    bounds: tuple[float, float],
+    aggregate: Aggregate,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of bounded values (BPCO, arXiv:2608.23566): `(loss, metrics)`, 0-d tensors.
+
+    Tensors are `[N]`, the rows' `lengths` `[B]`.
+    With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
+    `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
+    Monte-Carlo returns in [low, high]: the loss is least where p is the mean of y. Gradient flows
+    into `logits` only, and not where the value is R but for float32's rounding. Metrics, as of
+    `value_loss`: `vf_clipfrac`, always 0; `vpred_mean`, of the values.
+    """
+    check_shapes(1, logits=logits, returns=returns)
+    low, high = bounds
+    share = (returns.detach() - low) / (high - low)
+    # log(1 - sigmoid(x)) is -softplus(x), and log(sigmoid(x)) is x - softplus(x): neither overflows
+    losses = torch.nn.functional.softplus(logits) - share * logits
+    values = bounded_values(logits, bounds)
+    losses = _without_rounding(losses, values - returns, max(abs(low), abs(high)))
+    figures = {"vf_clipfrac": torch.zeros_like(logits), "vpred_mean": values}
+    return aggregate_loss(losses, lengths, aggregate), _means(figures, logits.dtype)
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -138,6 +138,10 @@ class ValueConfig:
     head: Literal["zero", "normal"] = "zero"
     """Initial scalar head if `path` holds none: all zero, with the first rollout's mean return as
     its bias, or N(0, 1/hidden size)."""
+    range: tuple[float, float] | None = None
+    """Lowest and highest return, after shaping (BPCO, arXiv:2608.23566). Values lie between them by
+    a sigmoid, and learn the whole rewards-to-go by cross-entropy, without `ppo.value_clip`. Needs
+    `ppo.gamma` and `ppo.lam_value` 1, `ppo.kl_coef` 0. Unset: any value, by squared error."""
     layers: int | None = None
     """Use the first so many layers of the body, with its final norm. Unset: all."""
     tensor_parallel: int | None = None

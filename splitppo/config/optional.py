@@ -111,6 +111,7 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
     ppo = config.ppo
     value = config.value
     samples = config.rollout.samples
+    lam_value = ppo.lam if ppo.lam_value is None else ppo.lam_value
     default = dict(leaves(asdict(Config())))
     return [
         (
@@ -131,6 +132,16 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
             )
             for name, setting in leaves(asdict(config))
             if name.startswith(OF_VALUES)
+        ),
+        (
+            value.range and ppo.kl_coef > 0,
+            f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
+            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
+        ),
+        (
+            value.range and (ppo.gamma != 1 or lam_value != 1),
+            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
+            f"ppo.lam_value={lam_value}; set both to 1",
         ),
         (
             not config.has_value and ppo.lam == "adaptive",

@@ -76,7 +76,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "policy.optim.betas value.optim.betas",
     ),
     (lambda v: -(2**63) <= v < 2**63, "must fit into 64 bits, as torch's generators need", "seed"),
-    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip"),
+    (lambda v: v[0] < v[1], "must be a lower and a higher bound", "reward.clip value.range"),
     (
         lambda v: "" not in v,
         "holds an empty string, which would end every response at once; drop it",

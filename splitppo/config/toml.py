@@ -20,7 +20,6 @@ GONE = {
     "placement.barrier": ("false", "true"),
     "value.ensemble": ("1",),
     "value.random_init": ("false",),
-    "value.range": (),
     "value.pretrain_patience": ("0", "5"),
     "compute.gather": ('"layer"',),
     "reward.model_random_init": ("false",),

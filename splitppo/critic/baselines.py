@@ -3,20 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from splitppo import algo
 from splitppo.context import Context
-from splitppo.critic.calibration import quality
+from splitppo.critic.calibration import quality, summaries
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.models.batching import Fields, MicroBatch
 from splitppo.models.heads import value_outputs
 from splitppo.models.learner import Learner, learning_metrics, trainable_rows
 from splitppo.placement import StepPlan, Streams
 from splitppo.rollout import Rollout
+
+Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,13 @@ class Values(Baseline):
 
     def warm_up(self) -> None:
         self.learner.warm_up(
-            _outputs, self._objective, columns=lambda _, zeros: {"old": zeros, "returns": zeros}
+            self._outputs,
+            self._objective,
+            columns=lambda _, zeros: {"old": zeros, "returns": zeros},
         )
 
     def values(self, rollout: Rollout) -> Tensor:
-        return self.learner.forward(rollout, _outputs)[0]
+        return self.learner.forward(rollout, self._outputs)[0]
 
     def estimate(
         self,
@@ -204,13 +209,18 @@ class Values(Baseline):
         """A head of zeros says the same of all states. Its bias becomes the mean reward-to-go, and
         so do the rows' values: with a rate that suits the body, to learn the mean takes many steps,
         in which nothing else is learned."""
-        if self.group.all_sum(torch.tensor([float((values != 0).sum())])).any():
+        bounds = self.config.value.range
+        start = algo.bounded_values(torch.zeros(1), bounds)
+        if self.group.all_sum(torch.tensor([float((values != start).sum())])).any():
             return  # the head was drawn, or read from a folder
         to_go = algo.rewards_to_go(rewards, rollout.episode_lengths, gamma=self.config.ppo.gamma)
         (moments,) = algo.all_moments(self.group.all_gather, [to_go])
-        mean = moments.mean.float()
-        self.learner.set_weight("score.bias", mean)
-        values.fill_(mean)
+        bias = algo.bounded_logits(moments.mean.float(), bounds)
+        self.learner.set_weight("score.bias", bias)
+        values.fill_(algo.bounded_values(bias, bounds))
+
+    def _outputs(self, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+        return [value_outputs(model, batch, self.config.value.range)]
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, columns: Fields
@@ -221,6 +231,37 @@ class Values(Baseline):
             columns["returns"],
             batch.lengths,
             clip=self.config.ppo.value_clip,
+            aggregate=self.config.ppo.aggregate,
+        )
+
+
+class BoundedValues(Values):
+    """A value model whose values lie in `value.range`; it learns the returns by cross-entropy. Its
+    head gives logits."""
+
+    def estimate(self, *args: Any, **flags: Any) -> Estimate:
+        """Raises UserError, on all ranks, if returns lie outside the range by more than
+        rounding."""
+        estimate = super().estimate(*args, **flags)
+        low, high = cast(Bounds, self.config.value.range)
+        ends = summaries({"returns": estimate.returns}, self.group)
+        least = ends["returns/min"]
+        most = ends["returns/max"]
+        if max(low - least, most - high) > 1e-3 * (high - low):
+            raise UserError(
+                f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
+                f"{least:g} and {most:g}; widen the range until it holds them"
+            )
+        return estimate
+
+    def _objective(
+        self, model: nn.Module, batch: MicroBatch, columns: Fields
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return algo.bounded_value_loss(
+            value_outputs(model, batch),
+            columns["returns"],
+            batch.lengths,
+            bounds=cast(Bounds, self.config.value.range),
             aggregate=self.config.ppo.aggregate,
         )
 
@@ -255,7 +296,3 @@ class UsersAdvantages(Baseline):
         advantages = torch.zeros_like(all_rewards).index_copy(0, order, advantages)
         sizes = [len(part) for part in parts[2]]
         return replace(estimate, advantages=advantages.split(sizes)[self.group.dp_rank])
-
-
-def _outputs(model: nn.Module, batch: MicroBatch) -> list[Tensor]:
-    return [value_outputs(model, batch)]

@@ -183,6 +183,22 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     return config
 
 
+def bound(
+    config: PretrainedConfig, value_range: tuple[float, float] | None, folder: str
+) -> PretrainedConfig:
+    """A model's configuration with the range of its values, if it is a value model that has one.
+    Raises UserError if the folder's head was trained for another one."""
+    trained = getattr(config, "value_range", None)
+    if trained and tuple(trained) != value_range:
+        raise UserError(
+            f"{folder}: its head gives logits of bounded values; only value.path can name it, "
+            "with --value.range {:g} {:g}".format(*trained)
+        )
+    if value_range:
+        cast(Any, config).value_range = [*value_range]
+    return config
+
+
 def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> PretrainedConfig:
     """A reward model's configuration with the label whose probability is the score; None: it has
     one label, whose number is the score. Raises UserError if it gives no scores, or has no such

@@ -204,10 +204,13 @@ class PolicyOutputs:
         return [*map(batch.join, model(batch.before, targets, measure, **batch.inputs))]
 
 
-def value_outputs(model: nn.Module, batch: MicroBatch) -> Tensor:
+def value_outputs(
+    model: nn.Module, batch: MicroBatch, bounds: tuple[float, float] | None = None
+) -> Tensor:
     """Values `[N]` float32 of the states in which the response tokens were chosen: one position
-    before each."""
-    return batch.join(model(batch.before, **batch.inputs)[:, 0].float())
+    before each. Without their `bounds`, bounded values are logits (`algo.bounded_values`)."""
+    outputs = batch.join(model(batch.before, **batch.inputs)[:, 0].float())
+    return algo.bounded_values(outputs, bounds)
 
 
 def read_scores(outputs: Tensor, config: Any) -> Tensor:

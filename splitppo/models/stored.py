@@ -34,9 +34,8 @@ HEADED = (ValueModel, SharedModel)  # with a scalar head
 FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLE = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 FP8 = "F8_E4M3"
-# in config.json: what normalises a head's outputs (OpenRLHF's `mean` and `std`), or bounds them
-# (that of an earlier version of this package)
-MOMENTS = r"((score|reward|value|head|running)_)?(mean|std|var|deviation|variance)|value_range"
+# in config.json: what normalises a head's outputs (OpenRLHF's `mean` and `std`)
+MOMENTS = r"((score|reward|value|head|running)_)?(mean|std|var|deviation|variance)"
 
 
 def fp8_blocks(folder: str) -> list[int]:

@@ -12,7 +12,7 @@ from splitppo.channel import Links
 from splitppo.config import RewardConfig
 from splitppo.context import Context
 from splitppo.critic import Critic
-from splitppo.critic.baselines import Baseline, Mean, UsersAdvantages, Values
+from splitppo.critic.baselines import Baseline, BoundedValues, Mean, UsersAdvantages, Values
 from splitppo.critic.teacher import Teacher
 from splitppo.engine import RolloutEngine
 from splitppo.engine.build import kv_cache, most_rows
@@ -233,7 +233,8 @@ class Builder:
         """Where advantages come from."""
         if not self.config.has_value:
             return Mean(self.context, runner.group)
-        return Values(self.context, self._learner("value", runner))
+        kind = BoundedValues if self.config.value.range else Values
+        return kind(self.context, self._learner("value", runner))
 
     def links(self) -> Links:
         """This rank's end of the three channels."""

@@ -82,6 +82,9 @@ def describe(
     model_config = (
         tiny.model_config() if path == "tiny" else build.read_config(path, own_code=own_code)
     )
+    model_config = build.bound(
+        model_config, config.value.range if name == "value" else None, origin
+    )
     if name == "value":
         model_config = build.shorten(model_config, config.value.layers, origin)
     if name == "reward":

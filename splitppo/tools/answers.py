@@ -115,7 +115,10 @@ def load(
             parts = sampler.generate(engine, 1, [number], sampling, config.seed)
             rollout = Rollout(episode for part in parts for episode in part)
             batch = micro_batch(rollout.episodes, device)
-            figures = {kind: value_outputs(model, batch).cpu() for kind, model in models.items()}
+            figures = {
+                kind: value_outputs(model, batch, config.value.range).cpu()
+                for kind, model in models.items()
+            }
             for teacher in teachers:
                 logprobs, _ = outputs(teacher.to(device, dtype_of(config, device)), batch)
                 figures["surprise"] = -logprobs.cpu()

@@ -17,8 +17,8 @@ def export(
     """Write DIR/policy and, if the run has a value model, DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
     `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
-    model's type, the value model (one label: the value of each position). `value.path` takes
-    DIR/value of any type.
+    model's type, the value model (one label: the value of each position, or with `value.range` its
+    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
     What training did not change is as in the folder that it started from; transformers 4.57 reads
     both if it reads that folder.
 

@@ -125,7 +125,12 @@ def model_card(config: Config, run: Path, step: int, kind: str) -> str:
     figures = "\n".join(
         f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
     )
-    what = "Policy" if kind == "policy" else "Value model (one label: the value of each position)"
+    what = (
+        "Policy"
+        if kind == "policy"
+        else "Value model (one label x: the value of each position; with a value_range in "
+        "config.json it is low + (high - low) * sigmoid(x))"
+    )
     settings = "\n".join(f"{name} = {toml_value(value)}" for name, value in public_settings(config))
     versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
     shown = {name: version for name, version in versions.items() if name in VERSIONS}

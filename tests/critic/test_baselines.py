@@ -11,7 +11,7 @@ from ranks import run_threads
 
 from splitppo.config import Config, EnvConfig, PPOConfig, RewardConfig, RolloutConfig, ValueConfig
 from splitppo.critic import Critic, ScoredRows
-from splitppo.critic.baselines import Values
+from splitppo.critic.baselines import BoundedValues, Values
 from splitppo.job.collectives import Group
 from splitppo.placement import Streams, make_step_plan
 from splitppo.rewards.scorer import Failure
@@ -36,13 +36,14 @@ def learner_of(group: Group, **methods: Any) -> Any:
     return SimpleNamespace(runner=SimpleNamespace(group=group), **methods)
 
 
-def start_rank(group: Group, head: list[float], first: bool) -> tuple[list, Any, Any]:
-    config = Config(ppo=PPOConfig(gamma=0.5))
+def start_rank(group: Group, head: list[float], bounds: Any, first: bool) -> tuple[list, Any, Any]:
+    config = Config(ppo=PPOConfig(gamma=0.5), value=ValueConfig(range=bounds))
     weights: list[Any] = []
     learner = learner_of(group, set_weight=lambda *weight: weights.append(weight))
+    kind = BoundedValues if bounds else Values
     rollout = rollout_of(group.dp_rank)
     values = torch.full((rollout.tokens,), head[group.dp_rank])
-    Values(context_of(config), learner).estimate(
+    kind(context_of(config), learner).estimate(
         rollout,
         torch.tensor(REWARDS[group.dp_rank]),
         values,
@@ -55,17 +56,21 @@ def start_rank(group: Group, head: list[float], first: bool) -> tuple[list, Any,
 
 def test_a_head_of_zeros_starts_at_the_mean_reward_to_go_of_all_ranks():
     for (weights, values, _), lengths in zip(
-        run_threads(2, start_rank, [0.0, 0.0], True), LENGTHS, strict=True
+        run_threads(2, start_rank, [0.0, 0.0], None, True), LENGTHS, strict=True
     ):
         assert [(name, float(bias)) for name, bias in weights] == [
             ("score.bias", pytest.approx(MEAN))
         ]
         assert values.tolist() == pytest.approx([MEAN] * sum(lengths))
+    for weights, values, _ in run_threads(2, start_rank, [5.0, 5.0], (0.0, 10.0), True):
+        ((_, bias),) = weights  # 5 is the middle of the range, where the logit is 0
+        assert float(bias) == pytest.approx(torch.tensor(MEAN / 10).logit().item())
+        assert values.tolist() == pytest.approx([MEAN] * len(values))
 
 
 @pytest.mark.parametrize(("head", "first"), [([0.0, 0.1], True), ([0.0, 0.0], False)])
 def test_a_head_that_was_drawn_or_trained_stays(head: list[float], first: bool):
-    for rank, (weights, values, _) in enumerate(run_threads(2, start_rank, head, first)):
+    for rank, (weights, values, _) in enumerate(run_threads(2, start_rank, head, None, first)):
         assert weights == []
         assert values.unique().tolist() == pytest.approx([head[rank]])
 

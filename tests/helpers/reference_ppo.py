@@ -66,6 +66,7 @@ class Hyper:
     clip_high: float = 0.2
     dual_clip: float | None = None
     value_clip: float | None = 0.2
+    value_range: tuple[float, float] | None = None
     entropy_coef: float = 0.0
     whiten: bool = True
     epochs: int = 1
@@ -219,6 +220,14 @@ def policy_loss(logp: Tensor, old: Tensor, adv: Tensor, h: Hyper) -> Tensor:
     return -objective
 
 
+def value_of(output: Tensor, h: Hyper) -> Tensor:
+    """What the value model says of a state: its head's output, or between two bounds."""
+    if h.value_range is None:
+        return output
+    low, high = h.value_range
+    return low + (high - low) / (1 + torch.exp(-output))
+
+
 def zero_head(
     value: Any, values: list[Tensor], step: Step, h: Hyper, old: Any, ref: Any, kl_coef: float
 ) -> None:
@@ -231,12 +240,23 @@ def zero_head(
         rewards = rewards_of(row, kl(old[i], ref[i], h.kl_kind), kl_coef)
         to_go.append(advantages_of(rewards, torch.zeros_like(rewards), h.gamma, 1.0))
     mean = torch.cat(to_go).mean()
+    if h.value_range is not None:
+        low, high = h.value_range
+        p = (mean - low) / (high - low)
+        mean = torch.log(p / (1 - p))
     head.bias.fill_(mean)
     for row in values:
-        row.fill_(mean)
+        row.fill_(value_of(mean, h))
 
 
-def value_loss(v: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
+def value_loss(output: Tensor, old: Tensor, target: Tensor, h: Hyper) -> Tensor:
+    v = value_of(output, h)
+    if h.value_range is not None:  # cross-entropy
+        low, high = h.value_range
+        p, y = (v - low) / (high - low), (target - low) / (high - low)
+        errors = -(y * torch.log(p) + (1 - y) * torch.log(1 - p))
+        size = torch.full_like(target, max(abs(low), abs(high)))
+        return torch.where(rounding(v - target, size), errors.detach(), errors)
     errors = (v - target) ** 2
     if h.value_clip is not None:
         errors = torch.maximum(
@@ -349,7 +369,7 @@ def ppo_step(
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
         old_values = [torch.zeros_like(x) for x in old]
         if value:
-            old_values = [run(value, row)[:, 0] for row in step.rows]
+            old_values = [value_of(run(value, row)[:, 0], h) for row in step.rows]
             zero_head(value, old_values, step, h, old, ref, kl_coef)
         adv, returns, kls, earned = [], [], [], []
         for i, row in enumerate(step.rows):

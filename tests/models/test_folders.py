@@ -16,11 +16,12 @@ from test_families import PLAIN, configure, configured, edited, in_fp8, written
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from splitppo.config import LoraConfig
+from splitppo.config import Config, LoraConfig, ValueConfig
 from splitppo.errors import UserError
 from splitppo.models import lora
 from splitppo.models.build import Kind, build, read_config
 from splitppo.models.weights import check_folder, fill
+from splitppo.run.models import describe
 
 CPU = torch.device("cpu")
 FAMILIES = (
@@ -215,21 +216,37 @@ def test_a_head_that_starts_new_is_said_with_what_is_not_used(more: Any, tmp_pat
     assert not model.score.weight.any()
 
 
-@pytest.mark.parametrize("where", ["config.json", "its bounds", "a tensor", "another tensor"])
+@pytest.mark.parametrize("where", ["config.json", "a tensor", "another tensor"])
 def test_what_normalises_a_rewards_scores_is_refused(where: str, tmp_path: Path) -> None:
     config = configured("llama", {})
     config.num_labels = 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     if where == "config.json":
         configure(tmp_path, mean=0.25, std=2.0)
-    elif where == "its bounds":
-        configure(tmp_path, value_range=[0.0, 1.0])
     else:
         name = {"a tensor": "std", "another tensor": "running.offset"}[where]
         edited(tmp_path, lambda weights: weights | {name: torch.ones(1)})
     for kind in ("reward", "value"):
         with pytest.raises(UserError, match="beside the head"):
             check_folder(read_config(str(tmp_path)), str(tmp_path), kind, random_init=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "fits"),
+    [("value", (0.0, 1.0), True), ("value", (0.0, 2.0), False), ("value", None, False),
+     ("reward", (0.0, 1.0), False)],
+)  # fmt: skip
+def test_logits_of_bounded_values_are_read_with_their_bounds_alone(
+    name: str, bounds: Any, fits: bool, tmp_path: Path
+) -> None:
+    written(tmp_path, configured("llama", {"num_labels": 1, "value_range": [0.0, 1.0]}))
+    config = Config(value=ValueConfig(range=bounds))
+    if fits:
+        model = describe(config, name, "x", str(tmp_path), "")
+        assert vars(model.config)["value_range"] == [0.0, 1.0]
+    else:
+        with pytest.raises(UserError, match=r"x: .* --value.range 0 1$"):
+            describe(config, name, "x", str(tmp_path), "")
 
 
 def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) -> None:

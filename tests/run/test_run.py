@@ -173,11 +173,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(whole, tmp_path):
     assert names(folder) == names(whole)
 
 
+BOUNDED = ["--value.range", "0", "1", "--ppo.lam-value=1", "--ppo.kl-coef=0"]
 CRITICS = {
     "pretraining": [
         "--value.pretrain-steps=3",
         "--value.pretrain-epochs=2",
         "--value.freeze=attention",
+        *BOUNDED,
     ],
     "few layers, adaptive KL, running scores": (
         "--value.layers=1 --ppo.lam=adaptive --ppo.kl-coef=0.1 "
@@ -217,7 +219,8 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
             "--steps=1",
             "--dry-run",
         ]
-        assert train.main([*again, "--world-size=2"]) == 0
+        assert train.main([*again, "--world-size=2"]) == 2  # its head gives logits
+        assert train.main([*again, *BOUNDED, "--world-size=2"]) == 0
         saved = checkpoint.step_folder(due, 3) / "critic"
         held = {"model": {"score.weight": torch.zeros(1, 64)}}
         checkpoint.read_tensors(held, saved, no_dist=True)

@@ -101,7 +101,7 @@ BOUNDS = [
 0.0 | must be above 0 | reward.timeout ppo.kl_target ppo.importance_cap timeout ppo.clip_high
     ppo.value_clip ppo.clip_low ppo.lam_alpha policy.optim.eps value.optim.eps env.timeout
     distill.coef
-(-1.0, -1.0) | must be a lower and a higher bound | reward.clip
+(-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
 ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
     reward.function reward.validation
 [1] | must be a JSON object, as '{"enable_thinking": false}' | data.chat_kwargs
@@ -178,6 +178,12 @@ EARLY = [
     value.pretrain_steps=9 are more than all steps=3; raise steps
 --reward.normalize=batch --rollout.window=8 =>
     reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running
+--value.range 0 1 --ppo.kl-coef=0.1 =>
+    value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound
+--value.range 0 1 --ppo.lam=adaptive =>
+    value.range=(0.0, 1.0) needs whole returns ... ppo.lam_value=adaptive; set both to 1
+--value.range 0 1 --ppo.lam-value=1 --ppo.gamma=0.9 =>
+    value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0
 --ppo.baseline=batch --ppo.lam=adaptive =>
     ppo.lam=adaptive: ppo.baseline=batch uses no values; use ppo.lam=1
 --ppo.baseline=group =>

@@ -23,10 +23,11 @@ from splitppo.tools.saved import load_model
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of the embedded model on one rank, with two checkpoints."""
+    """Three steps of the embedded model on one rank, with two checkpoints; values in [0, 1]."""
     folder = tmp_path_factory.mktemp("chat") / "run"
     flags = (
-        "--policy.optim.lr=0.02 --value.optim.lr=0.02 --checkpoint.every=1 --log.validate-every=0"
+        "--policy.optim.lr=0.02 --value.optim.lr=0.02 --checkpoint.every=1 --log.validate-every=0 "
+        "--value.range 0 1 --ppo.lam-value=1 --ppo.kl-coef=0"
     ).split()
     run_ranks(1, main_rank, [*SMALL, *flags, "--steps=3", f"--run-dir={folder}"])
     return folder
@@ -62,11 +63,10 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
         response = greedy(model, ids, 4)
         assert "".join(answer["text"]) == tokenizer.decode(response, skip_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids + response])}
-        expected = value(torch.arange(len(ids) - 1, len(ids) + len(response) - 1), **inputs)[
-            :, 0
-        ].tolist()
+        logits = value(torch.arange(len(ids) - 1, len(ids) + len(response) - 1), **inputs)
+        expected = torch.sigmoid(logits[:, 0]).tolist()
         assert answer["value"] == pytest.approx(expected, abs=1e-4)
-    assert found[0]["value"][0] != 0, "the value model is the trained one"
+    assert found[0]["value"][0] != 0.5, "the value model is the trained one"
 
 
 @torch.no_grad()
