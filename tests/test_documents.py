@@ -68,6 +68,8 @@ RUN_BY = {
     "push": "tests/models/test_hub.py",
     "prepare": "tests/tools/test_prepare.py",
     "mine.py": "tests/test_script.py",
+    "configs/rlhf/prepare_digits.py": "tests/test_recipes.py",
+    "configs/sentiment/prepare_reward.py": "tests/test_recipes.py",
     "configs/calculator/prepare_calculator.py": "tests/config/test_calculator.py",
     "configs/smollm2/prepare_smollm2.py": "tests/rewards/test_prepare_reward.py",
     "pytest": ".ci/run",

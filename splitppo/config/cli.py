@@ -31,8 +31,6 @@ ANEW = (
     r"|.*\.(tensor|sequence)_parallel|(policy|value)\.offload"
 )
 LORA_RATE = 10  # learning rates with LoRA, by those without, where none is set (docs/lora.md)
-# defaults of the embedded model, which needs larger learning rates
-TINY = str(Path(__file__).with_name("tiny.toml"))
 
 
 def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
@@ -110,7 +108,7 @@ def _read(argv: Sequence[str]) -> Config:
     """The configuration of flags, over the defaults; the embedded model has some of its own."""
     flags = argv
     if _value_of("--policy.path", argv) in (None, "tiny"):
-        flags = [*_flags(_used(toml.read_preset(TINY), argv)), *argv]
+        flags = [*_flags(_used(toml.read_preset(str(toml.TINY)), argv)), *argv]
     config = read_flags(Config, "splitppo.train", flags)
     for name in ("policy", "value"):
         model = getattr(config, name)

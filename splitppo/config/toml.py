@@ -14,6 +14,8 @@ from splitppo.config import Config
 from splitppo.errors import UserError
 
 PRESETS = Path(__file__).with_name("presets")  # in a clone, a link to configs/
+# the embedded model's settings: it needs larger learning rates
+TINY = Path(__file__).with_name("tiny.toml")
 # settings that earlier versions had -> their values, in TOML, at which a run computes the same as
 # one of this version
 GONE = {
@@ -29,9 +31,10 @@ GONE = {
 
 
 def find_preset(name: str) -> str:
-    """The file of a preset: a path, or the name of one that ships with splitppo, such as
+    """The file of a preset: a path, or the name of one that ships with splitppo, such as tiny or
     gsm8k/qwen2.5_0.5b."""
-    shipped = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
+    by_name = PRESETS / f"{name.removeprefix('configs/').removesuffix('.toml')}.toml"
+    shipped = TINY if name == TINY.stem else by_name
     return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
@@ -46,7 +49,7 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
         wrong = "it is a folder" if Path(path).is_dir() else "no such file"
         shipped = sorted(f"{file.parent.name}/{file.stem}" for file in PRESETS.glob("*/*.toml"))
         raise UserError(
-            f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(shipped)}"
+            f"--config {path}: {wrong}; name a TOML file, or one of {', '.join(['tiny', *shipped])}"
         )
     try:
         settings = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))))

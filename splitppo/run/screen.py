@@ -62,6 +62,8 @@ def opening(
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
+        "settings": "those of --config tiny, where nothing else is set"
+        * (config.policy.path == "tiny"),
         "placement": f"{placement.mode}: "
         f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
         "one step": f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to "
@@ -73,7 +75,7 @@ def opening(
         "run folder": f"{folder} (messages of libraries and engines: logs/)",
     }
     return "\n".join(
-        [*training.notes, *validation.notes, *(_titled(*line) for line in lines.items())]
+        [*training.notes, *validation.notes, *(_titled(*line) for line in lines.items() if line[1])]
     )
 
 

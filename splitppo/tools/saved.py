@@ -93,6 +93,8 @@ def write_models(
         (partial / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
         _replace(folder, partial)
         print(f"{folder.name}: {folder}")
+    if config.policy.path == "tiny":
+        print(f"to train it on with its settings: --config tiny --policy.path {out / 'policy'}")
     return out
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,6 +226,14 @@ def test_presets_serve_both_sides_of_a_comparison(preset: str) -> None:
     check(config)
     assert config.value == Config().value
     assert config.policy == parse(argv).policy
+
+
+def test_the_embedded_models_settings_have_a_name() -> None:
+    """By which a model that was exported from it trains as it does."""
+    named = parse(["--config=tiny", "--policy.path=./exported", "--ppo.lam=0.5"])
+    assert replace(named, config=None) == replace(parse(["--ppo.lam=0.5"]), policy=named.policy)
+    assert named.policy.optim == parse([]).policy.optim
+    assert parse(["--policy.path=./exported"]).rollout.max_new_tokens > 100
 
 
 def test_presets_that_ship_have_names_everywhere(monkeypatch, tmp_path: Path) -> None:
