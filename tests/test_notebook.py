@@ -192,8 +192,11 @@ def test_an_interrupt_is_handed_on(program: Path, monkeypatch: pytest.MonkeyPatc
 
     lines: list[str] = []
     monkeypatch.setattr(sys, "stdout", Screen())
+    # a shell's background job ignores the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         run(Config(steps=3))
+    signal.signal(signal.SIGINT, before)
     session, process, *more = "".join(lines).split()
     assert (session, more) == (process, ["saving", "saved"])
 

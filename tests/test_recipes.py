@@ -1,4 +1,5 @@
-"""docs/recipes.md: its commands as they stand there, one after the other, with fewer steps."""
+"""docs/recipes.md: its commands as they stand there, one after the other, with fewer steps: also
+configs/rlhf/prepare_digits.py and configs/sentiment/prepare_reward.py."""
 
 import re
 import runpy

@@ -1,7 +1,7 @@
-"""What the people meant who labelled the texts of prepare_digits.py. The policy never learns it: it
-judges held-out rows."""
+"""What the people meant who labelled the texts of prepare_digits.py. It judges held-out rows; the
+policy never learns from it."""
 
 
-def ascending(solution_str, prompt, **row):
-    """Whether the answer has the prompt's digits in ascending order, and nothing else."""
-    return solution_str == "".join(sorted(prompt.strip("=")))
+def thrice(solution_str, prompt, **row):
+    """Whether the answer says the prompt's first digit three times, and nothing else."""
+    return solution_str == 3 * prompt[0]

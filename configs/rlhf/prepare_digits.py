@@ -1,5 +1,5 @@
-"""`python configs/rlhf/prepare_digits.py`: labelled texts and prompts for RLHF with the embedded model.
-People like answers that have the prompt's digits in ascending order."""
+"""`python configs/rlhf/prepare_digits.py`: labelled texts, and prompts, for the embedded model.
+People like answers that say the prompt's first digit three times."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def main() -> None:
     generator.shuffle(prompts)
     labelled = []
     for digits in prompts[HELD_OUT:]:
-        right = "".join(sorted(digits))
+        right = 3 * digits[0]
         bad = bad_answers(digits, right, generator)
         for label, answers in enumerate([bad, [f"{right}<eos>"] * ANSWERS]):
             labelled += [{"text": f"{digits}={answer}", "label": label} for answer in answers]
