@@ -3,18 +3,20 @@
 import argparse
 import json
 import re
+import subprocess
 import time
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import critic_seconds
 import pytest
 import torch
 from critic_advantages import fused, of_prompt, positive
 from critic_arms import Arm, Deviation, Digits, first_tokens
-from critic_block import Block, Job
-from critic_plan import DIGITS
+from critic_block import Block, Job, write_data
+from critic_plan import DIGITS, TASKS
 from critic_rewards import answer, written
 from critic_study import flags_of
 from critic_tables import (
@@ -193,6 +195,44 @@ def test_fresh_seeds_wait_for_the_rates_and_a_failed_run_ends_no_other(tmp_path:
     assert block.next() is None  # it could not end in time
     options.rates = ["4e-5"]  # no choice: no seeds for it
     assert [job.name for job in block.jobs()] == ["V1_4e-5_11", "V1old_4e-5_11"]
+
+
+def test_a_run_that_was_cut_off_begins_anew(tmp_path: Path, monkeypatch) -> None:
+    options = argparse.Namespace(gpus=0, mps=None)
+    block = Block(tmp_path, options, ["--steps", "3"], time.time() + 1000)
+    left = tmp_path / "runs" / "B1_2e-5_11" / "metrics"
+    left.mkdir(parents=True)
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    block.start(Job("B1", "2e-5", 11))
+    assert not left.exists()
+    assert commands[0][-2:] == ["--run-dir", str(left.parent)]
+
+
+def test_files_of_a_task_are_written_once(tmp_path: Path) -> None:
+    sizes = write_data(tmp_path, TASKS["written"])
+    assert sizes == {"written": 256}
+    training, held_out = (tmp_path / f"{name}.jsonl" for name in ("training", "held_out"))
+    prompts = [
+        {json.loads(line)["prompt"] for line in file.open()} for file in (training, held_out)
+    ]
+    assert prompts[0].isdisjoint(prompts[1])
+    assert [len(each) for each in prompts] == [4000, 256]
+    training.write_text("mine\n")
+    assert write_data(tmp_path, TASKS["written"]) == sizes
+    assert training.read_text() == "mine\n"
+
+
+def test_scores_by_seconds_are_those_by_tokens_at_each_ones_speed(tmp_path: Path) -> None:
+    run = {"rate": "2e-5", "tokens": [100, 100], "held_out": [[0, 0.0], [2, 1.0]]}
+    lines = [{"seeds": [1, 2]}]
+    lines += [run | {"arm": arm, "seed": seed} for arm in ("V1", "G8") for seed in (1, 2)]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    speed = {"V1, windows": 200.0, "G8, whole rows": 100.0}
+    rows = critic_seconds.printed(speed, file).splitlines()[2:]
+    # one second: the first has gone all the way, the second half of it
+    assert [row.split("|")[3].strip() for row in rows] == [".500 ± .000", ".250 ± .000"]
 
 
 def test_the_best_rate_is_of_the_mean_over_seeds() -> None:
