@@ -99,9 +99,9 @@ def variance(xs: list[float]) -> float:
 
 
 def inside(xs: list[float]) -> float:
-    """Squares around the means at the places 1, 2 to 3, 4 to 7 of a row."""
-    octaves = [(t + 1).bit_length() for n in LENGTHS for t in range(n)]
-    parts = [[x for x, at in zip(xs, octaves, strict=True) if at == o] for o in {*octaves}]
+    """Squares around the means at the same token of the rows."""
+    places = [t for n in LENGTHS for t in range(n)]
+    parts = [[x for x, at in zip(xs, places, strict=True) if at == t] for t in {*places}]
     return sum((x - sum(part) / len(part)) ** 2 for part in parts for x in part)
 
 

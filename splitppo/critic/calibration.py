@@ -22,14 +22,15 @@ def quality(
     `cut`: unfinished rows count, too: the value model learns from them.
 
     Returns:
-        `critic/explained/PLACE`: 1 - var(reward-to-go - value) / var(reward-to-go) over the tokens
-        there; 0 where these rewards don't vary. Places: `first`, a row's first token; `token_K` for
-        K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns, `turn_K`, the tokens of
-        turn K, up to the 8th. A place counts from a row's beginning, since a part of its length
-        would tell how it ends. `critic/vf_explained_var`: the same over all tokens, with variances
-        around the means at `first` and each `token_K`: else values that know a token's place and no
-        more would explain a part, where rewards come on the way or length depends on success.
-        `critic/first_value_error`: mean of value less reward-to-go at the first token.
+        `critic/vf_explained_var`: 1 - var(reward-to-go - value) / var(reward-to-go) over all
+        tokens; 0 where these rewards don't vary. Both are around their means at the same token of
+        the same turn: else values that know how far a row has come, and no more, would explain a
+        part, where rewards come on the way or length depends on success.
+        `critic/explained/PLACE`: the same over the tokens there. Places: `first`, a row's first
+        token; `token_K` for K = 2, 4, 8 and so on, tokens K to 2 K - 1; with several turns,
+        `turn_K`, the tokens of turn K, up to the 8th. A place counts from a row's beginning, since
+        a part of its length would tell how it ends. `critic/first_value_error`: mean of value less
+        reward-to-go at the first token.
     """
     lengths = rollout.episode_lengths
     targets = algo.rewards_to_go(rewards, lengths, gamma=gamma)
@@ -38,18 +39,33 @@ def quality(
     # an update will say what is wrong with values that are not finite
     counted = rows.repeat_interleave(sizes) & values.isfinite()
     errors = targets - values
-    masks = places(rollout, group)
-    figures = [x[counted & mask] for mask in masks.values() for x in (targets, errors)]
-    moments = algo.all_moments(group.all_gather, figures)
+    centred = _centred(rollout, [targets, errors], counted, group)
+    masks = {"critic/vf_explained_var": torch.ones_like(counted)}
+    masks |= {f"critic/explained/{place}": at for place, at in places(rollout, group).items()}
+    figures = [x[counted & at] for at in masks.values() for x in centred]
+    first = errors[counted & masks["critic/explained/first"]]
+    *moments, of_first = algo.all_moments(group.all_gather, [*figures, first])
     metrics: dict[str, Any] = {
-        f"critic/explained/{place}": algo.explained_variance(target, error)
-        for place, target, error in zip(masks, moments[::2], moments[1::2], strict=True)
+        name: algo.explained_variance(target, error)
+        for name, target, error in zip(masks, moments[::2], moments[1::2], strict=True)
     }
-    metrics["critic/first_value_error"] = -float(moments[1].mean)  # `first` comes first
-    tokens = moments[: 2 * sum(not place.startswith("turn") for place in masks)]
-    inside = [algo.Moments(part.count, 0 * part.mean, part.variance) for part in tokens]
-    every = map(algo.merge_moments, (inside[::2], inside[1::2]))
-    return metrics | {"critic/vf_explained_var": algo.explained_variance(*every)}
+    return metrics | {"critic/first_value_error": -float(of_first.mean)}
+
+
+def _centred(
+    rollout: Rollout, figures: list[Tensor], counted: Tensor, group: Group
+) -> list[Tensor]:
+    """The figures `[N]`, less their means over the counted tokens, of all ranks, that are as far
+    from the row's beginning in the same turn (from turn TURNS on: in any of these)."""
+    position = torch.cat([torch.zeros(0).long(), *map(torch.arange, rollout.episode_lengths)])
+    turn = rollout.turns().clamp(max=TURNS - 1)
+    longest, most = group.all_max([max(x.tolist(), default=-1) + 1 for x in (position, turn)])
+    columns = torch.stack([torch.ones_like(figures[0]), *figures])[:, counted].double()
+    place = turn * longest + position
+    sums = columns.new_zeros(len(columns), most * longest)
+    rows, *totals = group.all_sum(sums.index_add_(1, place[counted], columns))
+    means = [total / rows.clamp(min=1) for total in totals]
+    return [x - mean[place] for x, mean in zip(figures, means, strict=True)]
 
 
 def places(rollout: Rollout, group: Group) -> dict[str, Tensor]:
