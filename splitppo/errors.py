@@ -1,12 +1,14 @@
 """Errors that the user can fix: every command shows them as one line, without a traceback."""
 
+import difflib
 import errno
 import functools
+import importlib.util
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 OTHER = "; fix that, or name another path"
@@ -57,6 +59,23 @@ def check_text(words: Sequence[str]) -> None:
             raise UserError(
                 f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; write it without them"
             )
+
+
+def need(module: str, setting: str, package: str) -> None:
+    """Raises UserError if the module that a setting needs is not installed; pip installs it as
+    `package`."""
+    # a folder of that name has no origin
+    if getattr(importlib.util.find_spec(module), "origin", None) is None:
+        raise UserError(
+            f"{setting}: {module} is not installed; pip install {package}, or leave that out"
+        )
+
+
+def need_known(name: str, known: Iterable[str], what: str) -> None:
+    """Raises UserError, which begins with `what`, if a name is not among those that are known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, cutoff=0)
+        raise UserError(f"{what}: there is no {name}; did you mean {', '.join(near)}?")
 
 
 def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -240,10 +240,11 @@ class Config:
 
     @property
     def environment(self) -> EnvConfig:
-        """`env`, with the environment of the embedded task."""
-        if self.data.task != "guess" or self.data.files or self.env.tools:
+        """`env`, with the environment of the generated task."""
+        is_game = self.data.task.startswith(("guess", "textarena:"))
+        if not is_game or self.data.files or self.env.tools:
             return self.env
-        return replace(self.env, path=self.env.path or "guess")
+        return replace(self.env, path=self.env.path or self.data.task)
 
     @property
     def has_env(self) -> bool:

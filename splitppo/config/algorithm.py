@@ -9,9 +9,13 @@ from typing import Literal
 class DataConfig:
     """The prompts."""
 
-    task: Literal["echo", "addition", "guess"] = "echo"
+    task: str = "echo"
     """Generated task, if there are no `files`. `echo`: repeat three digits. `addition`: sums of two
-    numbers. `guess`: a game of several turns, with the environment of this name."""
+    numbers. `guess`: a game of several turns, with the environment of this name.
+    `reasoning_gym:NAME`: a task of that package. `textarena:GAME`: a game of that package for one
+    player, with its environment."""
+    task_settings: str = "{}"
+    """Settings of reasoning_gym's task, as a JSON object: '{"max_terms": 3, "size": 4000}'."""
     digits: int = 1
     """Digits of the operands in the generated task `addition`."""
     files: tuple[str, ...] = ()
@@ -118,6 +122,8 @@ class EnvConfig:
     rewritten: Literal["refuse", "keep"] = "refuse"
     """With a chat template that rewrites earlier messages: refuse the run, or `keep` what was
     sampled."""
+    settings: str = "{}"
+    """Settings of textarena's game, as a JSON object: '{"max_turns": 5}'."""
     max_turns: int = 16
     """Most turns of a row."""
     max_turn_tokens: int | None = None
@@ -150,6 +156,9 @@ class RewardConfig:
     timeout: float = 60.0
     """Seconds per row and function. A slower call fails: its process is replaced, or the async call
     is cancelled."""
+    concurrency: int | None = None
+    """Most calls of async functions under way at once, on each rank that scores rows. Unset: those
+    of all its rows."""
     failed_score: float = 0.0
     """Score of a function that failed: a time-out, an exception, or a result that is not a finite
     number. Also of an environment that failed, in place of its rewards."""

@@ -7,12 +7,39 @@ from dataclasses import asdict
 from splitppo.config import OF_VALUES, Config, LoraConfig
 from splitppo.config.toml import leaves
 
+TASKS = ("echo", "addition", "guess")
+
 
 def of_environments(config: Config) -> list[tuple[object, str]]:
     """Whether two settings contradict each other, and what is said then."""
     env = config.env
     rollout = config.rollout
+    task = config.data.task
+    package, _, name = task.partition(":")
+    packaged = {"reasoning_gym": config.data.task_settings, "textarena": env.settings}
     return [
+        (
+            task not in TASKS and not (name and package in packaged),
+            f"data.task={task}: there is no such task; use {', '.join(TASKS)}, "
+            "reasoning_gym:NAME or textarena:GAME",
+        ),
+        *(
+            (
+                settings != "{}" and (config.data.files or package != of),
+                f"{setting}={settings} is for --data.task {of}:NAME; unset it",
+            )
+            for setting, (of, settings) in zip(
+                ("data.task_settings", "env.settings"), packaged.items(), strict=True
+            )
+        ),
+        (
+            package == "textarena" and not config.data.files and (env.path or env.tools),
+            f"data.task={task} has an environment of its own; unset env.path and env.tools",
+        ),
+        (
+            (env.path or "").startswith("textarena:"),
+            f"env.path={env.path}: a game is a task; set --data.task {env.path} instead",
+        ),
         (
             env.path and env.tools,
             f"env.path={env.path} with env.tools: an environment runs its own tools; unset one",
@@ -30,7 +57,7 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
         (
             rollout.lengths and config.has_env,
             "rollout.lengths fixes the length of responses, and an environment (env.path, "
-            "env.tools, data.task=guess) ends them; unset one",
+            "env.tools, data.task) ends them; unset one",
         ),
         (
             env.network and "python" not in env.tools,
@@ -185,7 +212,7 @@ def of_teacher(config: Config) -> list[tuple[object, str]]:
         (
             teacher.prompt_key and config.has_env,
             f"teacher.prompt_key={teacher.prompt_key}: an environment (env.path, env.tools, "
-            "data.task=guess) writes the prompts, and the teacher reads them; unset one",
+            "data.task) writes the prompts, and the teacher reads them; unset one",
         ),
         (
             teacher.prompt_key and not config.data.files,

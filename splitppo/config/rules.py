@@ -23,8 +23,9 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         fsdp.sequence_parallel fsdp.tensor_parallel log.validate_samples nodes ppo.epochs
         ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
         reference.sequence_parallel reference.tensor_parallel reward.sequence_parallel
-        reward.tensor_parallel reward.workers rollout.batch_size rollout.chunks rollout.max_context
-        rollout.max_new_tokens rollout.max_prompt_tokens rollout.samples steps
+        reward.concurrency reward.tensor_parallel reward.workers rollout.batch_size
+        rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
+        rollout.samples steps
         teacher.sequence_parallel teacher.tensor_parallel value.layers value.pretrain_epochs
         value.sequence_parallel value.tensor_parallel""",
     ),
@@ -95,7 +96,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda v: _is_object(v),
         """must be a JSON object, as '{"enable_thinking": false}'""",
-        "data.chat_kwargs",
+        "data.chat_kwargs data.task_settings env.settings",
     ),
 )
 # whether two settings contradict each other, and what is said then

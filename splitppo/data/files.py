@@ -3,20 +3,22 @@ first runs. A fault in a file is a UserError that names the file and the row, co
 .jsonl: the line)."""
 
 import functools
+import importlib
 import itertools
 import json
 import operator
 import random
 import re
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
 from splitppo.config import DataConfig, RolloutConfig
 from splitppo.config.toml import flag, leaves
 from splitppo.data.raw import parse_json, raw_rows
-from splitppo.errors import UserError
+from splitppo.errors import UserError, need, need_known, one_line
 
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
 RENDERED = ("tools", "documents")  # columns that a chat template may read beside the messages
@@ -228,21 +230,33 @@ def read_lengths(config: RolloutConfig) -> list[int]:
 
 
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
-    """The rows of `data.task`, a pure function of task, digits and seed; no row is in both splits.
-    Those of `guess` are alike: its environment has the rest.
+    """The rows of `data.task`, a pure function of task, its settings and seed; no row is in both
+    splits. Those of a game are alike: its environment has the rest.
 
     `echo`: "312=" asks for "312", three digits of 0 to 3. `addition`: "What is a+b?" for numbers of
     `data.digits`.
     """
-    task = config.task
+    task, _, name = config.task.partition(":")
+    if task == "reasoning_gym":
+        rows = _make_gym(name, config.task_settings, seed)
+        # a question's hash chooses its split: tasks may ask the same twice
+        parts = [zlib.crc32(str(row.prompt).encode()) % _HELD_OUT for row in rows]
+        chosen = [row for row, part in zip(rows, parts, strict=True) if (part == 0) == held_out]
+        if not chosen:
+            raise UserError(
+                f"data.task={config.task}: all of its {len(rows)} rows are "
+                f"{'trained on' if held_out else 'held out'}; raise size in data.task_settings"
+            )
+        yield from chosen
+        return
     digits = config.digits
     operands = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-    count = {"echo": len(_ECHO_TEXTS), "addition": len(operands) ** 2, "guess": _MAX_ROWS}[task]
+    count = {"echo": len(_ECHO_TEXTS), "addition": len(operands) ** 2}.get(task, _MAX_ROWS)
     shuffled = random.Random(f"{task}/{digits}/{seed}").sample(range(count), min(count, _MAX_ROWS))
     cut = len(shuffled) // _HELD_OUT
     for index in shuffled[:cut] if held_out else shuffled[cut:]:
         answer = ""
-        text = "Guess a number.\n"
+        text = "Guess a number.\n" if task == "guess" else f"{config.task}\n"
         if task == "echo":
             answer = _ECHO_TEXTS[index]
             text = f"{answer}="
@@ -251,3 +265,39 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
             answer = str(a + b)
             text = f"What is {a}+{b}?"
         yield Row(f"{task} row {index}", text, task, answer, {"index": index})
+
+
+@functools.cache
+def _make_gym(name: str, settings: str, seed: int) -> list[Row]:
+    """All rows of a task of reasoning_gym, by number. With `composite` they are of several tasks.
+    Raises UserError if the package is missing, there is no such task or setting, or reasoning_gym
+    refuses a value or can't make a row."""
+    where = f"data.task=reasoning_gym:{name}"
+    need("reasoning_gym", where, "'splitppo[reasoning-gym]'")
+    gym = importlib.import_module("reasoning_gym.composite")
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    need_known(name, known, where)
+    table = json.loads(settings)
+    for setting in table:
+        need_known(setting, [field.name for field in fields(known[name][1])], where)
+    random.seed(seed)  # some tasks draw from this generator
+    # neighbouring seeds of a task share all rows but one
+    table = {"seed": random.getrandbits(32), "size": _MAX_ROWS, **table}
+    try:
+        parts = [gym.DatasetSpec(**part) for part in table.pop("datasets", ())]
+        mixed = {"datasets": parts} if parts else {}
+        rows = [*gym.create_dataset(name, **table, **mixed)]
+    except Exception as error:  # it checks by assertions, and by what comes
+        raise UserError(
+            f"{where}: reasoning_gym refuses data.task_settings={settings}, or can't make a row "
+            f"({one_line(repr(error))[:300]}); change them"
+        ) from error
+    mixed_settings = {part.name: part.config for part in parts}
+    sources = [row["metadata"]["source_dataset"] for row in rows]
+    return [
+        Row(
+            f"{where} row {number}", row["question"], f"reasoning_gym:{source}", row["answer"],
+            {"index": number, "settings": mixed_settings.get(source, table), "entry": row},
+        )
+        for number, (source, row) in enumerate(zip(sources, rows, strict=True))
+    ]  # fmt: skip

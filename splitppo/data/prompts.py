@@ -43,9 +43,11 @@ class PromptSet:
     notes: list[str]  # lines for the user about rows that were left out or cut
 
 
-def check_files(config: DataConfig) -> None:
-    """Raises UserError if a file or its first row is wrong, or a file is both trained on and held
-    out."""
+def check_files(config: DataConfig, seed: int = 0) -> None:
+    """Raises UserError if a file or its first row is wrong, a file is both trained on and held out,
+    or `data.task` makes no rows."""
+    if not config.files:
+        next(generate(config, seed, held_out=False))
     trained = {os.path.realpath(file) for file in config.files}
     for file in config.validation_files:
         if os.path.realpath(file) in trained:

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,8 +14,9 @@ from typing import Any
 from splitppo.config import EnvConfig
 from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
+from splitppo.envs.textarena import Game
 from splitppo.envs.tools import ToolEnv, load_tools, parses, tool_schemas
-from splitppo.errors import UserError, one_line
+from splitppo.errors import UserError, need, need_known, one_line
 from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
@@ -37,6 +39,8 @@ def load(
             return ToolEnv(tools, 0.0 if rewarded else env.format_reward, schemas)
 
         return make, any(map(is_async, tools.values()))
+    if env.path.startswith("textarena:"):
+        return _find_game(env.path, env.settings), False
     environment = BUILT_IN.get(env.path) or find_in_file(
         env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
     )
@@ -49,6 +53,26 @@ def load(
                 "define a class with reset(self), step(self, message) and close(self)"
             ) from error
     return environment, is_async(environment.step)
+
+
+def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game]:
+    """What makes a row's game of textarena. Raises UserError if the package is missing, there is no
+    such game, or it does not begin."""
+    wrong = f"data.task={path}"
+    need("textarena", wrong, "'splitppo[textarena]'")
+    known = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+    name = path.partition(":")[2]
+    need_known(name, known, wrong)
+    make = partial(Game, name, settings)
+    try:
+        make({}, 0).reset()
+    except Exception as error:  # of whatever the game needs
+        raise UserError(
+            f"{wrong}: the game does not begin with one player and env.settings={settings} "
+            f"({one_line(repr(error))[:300]}); choose other settings (it has "
+            f"{known[name].kwargs}) or another game, none for several players"
+        ) from error
+    return make
 
 
 class EnvPool(Pool):

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from splitppo.config import LoraConfig
 from splitppo.config.toml import flag
-from splitppo.errors import UserError
+from splitppo.errors import UserError, need
 from splitppo.models.build import build, matching
 from splitppo.models.cost import Cost
 from splitppo.models.experts import experts_of
@@ -109,13 +109,9 @@ class Adapter(Trainable):
         layer, or peft is not installed."""
         layers = self.layers(model)
         rank = self.settings.rank
-        try:
-            import peft
-        except ImportError as error:
-            raise UserError(
-                f"{self.where or f'{self.kind}.lora.'}rank={rank} needs peft; "
-                "pip install 'splitppo[lora]'"
-            ) from error
+        need("peft", f"{self.where or f'{self.kind}.lora.'}rank={rank}", "'splitppo[lora]'")
+        import peft
+
         settings = peft.LoraConfig(r=rank, lora_alpha=self.alpha, target_modules=layers)
         peft.inject_adapter_in_model(settings, model, self.kind, low_cpu_mem_usage=True)
         del cast(Any, model).peft_config

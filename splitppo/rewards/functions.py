@@ -5,7 +5,6 @@ Reward workers import this module: no torch, no numpy.
 """
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -15,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from splitppo.errors import UserError, one_line
+from splitppo.errors import UserError, need, one_line
 from splitppo.rewards import rules
 from splitppo.rewards.cells import write_cell
-from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, name_numbers
+from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, is_async, name_numbers
 
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
 # and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
@@ -32,13 +31,22 @@ FAST: dict[str, RewardFunction] = {  # microseconds a row: need no worker
     "gsm8k_flexible": rules.gsm8k_flexible,
     "echo": rules.echo,
 }
-BY_NAME = {**FAST, "math": rules.math}  # the rules that `reward.function` may name
+BY_NAME = {**FAST, "math": rules.math}  # the rules that score by a row's ground truth
+# all that `reward.function` may name
+RULES = {**BY_NAME, "reasoning_gym": rules.reasoning_gym}
+# rule -> what it imports, and what pip installs
+NEEDS = {
+    "math": ("math_verify", "math-verify"),
+    "reasoning_gym": ("reasoning_gym", "'splitppo[reasoning-gym]'"),
+}
 FAST["none"] = lambda **_: 0.0  # where `auto` leaves a row to its environment
-# the rule that `auto` takes for a data source
+# the rule that `auto` takes for a data source, or for all that begin with this and a colon
 BY_DATA_SOURCE = {
     "echo": "echo",
     "addition": "last_number",
     "guess": "none",
+    "textarena": "none",
+    "reasoning_gym": "reasoning_gym",
     "gsm8k": "gsm8k",
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -53,31 +61,30 @@ Spans = list[tuple[int, float]]  # (end, reward): characters of the response, th
 Outcome = tuple[float, dict[str, float], Spans | None] | Failure
 
 
-def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> None:
+def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> bool:
     """Checks the functions before any model is loaded: imports their files and looks them up.
-    Raises UserError if there is no such rule, file or function, its signature is wrong, the import
-    fails, or `math` lacks its library."""
-    for function in functions:
-        if function not in ("auto", "none"):
-            find_function(function, setting)
+    Returns whether some are async. Raises UserError if there is no such rule, file or function, its
+    signature is wrong, the import fails, or a rule lacks its library."""
+    named = [function for function in functions if function not in ("auto", "none")]
+    imported = [find_function(function, setting) for function in named]
+    return any(map(is_async, imported))
 
 
 def scored_by(function: str, data_source: str) -> str:
     """The function that scores rows of a data source where `reward.function` has `function`."""
-    return BY_DATA_SOURCE[data_source] if function == "auto" else function
+    return BY_DATA_SOURCE[data_source.partition(":")[0]] if function == "auto" else function
 
 
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:
     """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards
     does."""
     wrong = f"{setting}={function}:"
-    if function == "math" and importlib.util.find_spec("math_verify") is None:
-        raise UserError(
-            f"{wrong} the rule math needs the library math-verify; pip install math-verify"
-        )
-    if function in BY_NAME:
-        return BY_NAME[function]
-    imported = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(BY_NAME)}")
+    if function in NEEDS:
+        module, package = NEEDS[function]
+        need(module, f"{setting}={function}", package)
+    if function in RULES:
+        return RULES[function]
+    imported = find_in_file(function, setting, "reward", f"rule; use auto, {', '.join(RULES)}")
     try:
         inspect.signature(imported).bind(
             data_source="", solution_str="", ground_truth="", extra_info={},
@@ -96,8 +103,8 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
 def handler_of(names: Sequence[str]) -> Handler:
     """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
     functions = {name: find_function(name) for name in names}
-    if "math" in names:
-        importlib.import_module("math_verify")  # a second that must not count for the first row
+    for name in NEEDS.keys() & names:
+        importlib.import_module(NEEDS[name][0])  # seconds that must not count for the first row
     return lambda name, row: (
         functions[name](**row),
         partial(read_result, text=row["solution_str"]),

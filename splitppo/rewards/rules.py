@@ -5,6 +5,9 @@ A rule takes (data_source, solution_str, ground_truth, extra_info) and returns a
 use is a UserError.
 """
 
+import functools
+import importlib
+import json
 import logging
 import re
 from decimal import Decimal
@@ -102,6 +105,24 @@ def echo(
     truth = _text("echo", "a text", data_source, ground_truth)
     right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
     return right / max(len(solution_str), len(truth), 1)
+
+
+def reasoning_gym(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """What the row's task of reasoning_gym scores: the text in the last <answer>...</answer>, or
+    else the whole response."""
+    task = _gym_task(data_source.partition(":")[2], json.dumps(extra_info["settings"]))
+    utils = importlib.import_module("reasoning_gym.utils")
+    answer = utils.extract_answer(solution_str) or solution_str.strip()
+    return task.score_answer(answer, extra_info["entry"])
+
+
+@functools.cache
+def _gym_task(name: str, settings: str) -> Any:
+    """A task that scores answers; it makes no rows."""
+    more = json.loads(settings) | {"size": 1, "seed": 0}
+    return importlib.import_module("reasoning_gym").create_dataset(name, **more)
 
 
 def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:

@@ -19,6 +19,8 @@ from splitppo.rewards.functions import (
     BY_DATA_SOURCE,
     BY_NAME,
     FAST,
+    NEEDS,
+    RULES,
     Outcome,
     Spans,
     asks_for,
@@ -62,16 +64,16 @@ def check_prompts(
     """Applies the rules among the functions to every prompt with an empty response. Returns the
     errors of the ground truths that a rule can't use. Raises UserError if `auto` has no rule for a
     data source, or `math` lacks its library."""
-    sources = {prompt.data_source for prompt in prompts.values()}
+    sources = {prompt.data_source.partition(":")[0] for prompt in prompts.values()}
     if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
         raise UserError(
             f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} "
             f"(known: {', '.join(BY_DATA_SOURCE)}); "
-            f"set --{setting} to {', '.join(BY_NAME)} path/to/file.py:name, or none if a "
+            f"set --{setting} to {', '.join(RULES)} path/to/file.py:name, or none if a "
             "reward model or an environment is all"
         )
-    if "math" in (scored_by(function, source) for function in functions for source in sources):
-        find_function("math", setting)  # it needs a library
+    for rule in NEEDS.keys() & {scored_by(f, source) for f in functions for source in sources}:
+        find_function(rule, setting)  # it needs a library
     errors: dict[int, UserError] = {}
     for index, prompt in prompts.items():
         try:
@@ -118,7 +120,7 @@ class Scorer:
             names = [name for name in functions if is_async(functions[name]) is asynchronous]
             work = Work(
                 partial(handler_of, names), "reward", f"the reward {', '.join(names)}",
-                reward.timeout, asynchronous,
+                reward.timeout, asynchronous, concurrency=reward.concurrency,
             )  # fmt: skip
             self._pools |= dict.fromkeys(names, Pool(work, reward.workers))
 

@@ -53,7 +53,7 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
     prompts = training.prompts
     index = functools.partial(data.prompt_index, len(prompts), seed=config.seed)
     named = [config.environment.path or "", *config.env.tools]
-    files = [name.rpartition(":")[0] for name in named]
+    files = [name.rpartition(":")[0] for name in (config.env.path or "", *config.env.tools)]
     contents = [fingerprint(Path(file)) for file in files if file]
     return Sampler(
         rollout.batch_size,

@@ -24,12 +24,17 @@ from splitppo.run.trackers import check_trackers
 
 def check_inputs(config: Config) -> None:
     """What is wrong with rewards, trackers and local files: found before a model is fetched."""
-    check_rewards(config.reward.function)
-    check_rewards(config.reward.validation, "reward.validation")
+    some_async = check_rewards(config.reward.function)
+    some_async |= check_rewards(config.reward.validation, "reward.validation")
+    if config.reward.concurrency and not some_async:
+        raise UserError(
+            f"reward.concurrency={config.reward.concurrency} is for async functions, and there are "
+            "none; write async def, or unset it"
+        )
     find_parts(config)
     load(config.environment)
     if not _on_hub(config):
-        data.check_files(config.data)
+        data.check_files(config.data, config.seed)
     data.read_lengths(config.rollout)
     check_trackers(config)
 

@@ -43,7 +43,7 @@ FREE = (
     r"|value\.share_base"
     r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
     r"|(reference|value|reward|teacher)\.(tensor|sequence)_parallel"
-    r"|reward\.(workers|timeout|model_offload)|env\.timeout"
+    r"|reward\.(workers|concurrency|timeout|model_offload)|env\.timeout"
     r"|rollout\.(chunks|max_prompt_tokens)"
     r"|config|run_dir|resume|force|dry_run|world_size|nodes|timeout|steps"
 )

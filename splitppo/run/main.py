@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -255,6 +256,12 @@ def agree(
     }
     runtime.status.set_phase("reading the data")
     resolved, prompts = load_data(replace(resolved, models=models, now=datetime.fromisoformat(now)))
+    texts = "\0".join(prompt.text for split in prompts for prompt in split.prompts)
+    if len({*runtime.all_gather("prompts", str(zlib.crc32(texts.encode())))}) > 1:
+        raise UserError(
+            "the ranks have different prompts: give all nodes the same files; some tasks of "
+            "reasoning_gym need PYTHONHASHSEED=0 in the environment of all ranks"
+        )
     sizes = runtime.all_gather("memory", str(memory.gpu_memory(resolved) or 0))
     resolved, line = memory.offloaded(resolved, min(map(float, sizes)))
     if line and runtime.launch.rank == 0:

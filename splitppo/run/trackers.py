@@ -10,13 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.toml import leaves
-from splitppo.errors import UserError, one_line, warn
+from splitppo.errors import UserError, need, one_line, warn
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail, parse_record, read_file, write_whole
 from splitppo.workers import find_in_file
@@ -32,11 +31,7 @@ def find_tracker(name: str) -> Any:
     """The class of a tracker, which is made with (config, run_dir, start). Raises UserError if its
     package is not installed, or it is in no file, or lacks a method."""
     if name in TRACKERS:
-        if getattr(find_spec(name), "origin", None) is None:  # a folder of that name has no origin
-            raise UserError(
-                f"log.trackers={name}: {name} is not installed; pip install {name}, or leave "
-                f"{name} out"
-            )
+        need(name, f"log.trackers={name}", name)
         return TRACKERS[name]
     words = f"tracker; use {', '.join(TRACKERS)}"
     tracker = find_in_file(name, "log.trackers", "tracker", words)

@@ -13,7 +13,10 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType
@@ -55,6 +58,7 @@ class Work:
         section: of the settings. names: what the worker imports, for messages.
         timeout: seconds for a message.
         asynchronous: a worker answers many messages at a time; else one after another.
+        concurrency: most messages that a pool's asynchronous workers have at a time.
         memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.
     """
 
@@ -64,6 +68,7 @@ class Work:
     timeout: float
     asynchronous: bool
     memory: int = 0
+    concurrency: int | None = None
 
     def failed(self, error: BaseException) -> Failure:
         """The failure of a call that raised `error`."""
@@ -179,6 +184,23 @@ def name_numbers(numbers: Mapping[Any, Any]) -> dict[str, Any]:
     if len(named) < len(numbers):
         raise ValueError(f"two of its names are the same text: {', '.join(map(repr, numbers))}")
     return named
+
+
+def retry_after(error: BaseException | None) -> float:
+    """Seconds after which a request that was refused may come again, as the error says or one that
+    led to it; infinite if none does. It stands in an attribute `retry_after`, or in the header
+    Retry-After (RFC 9110, 10.2.3: seconds or a date) of the error (aiohttp, urllib) or of its
+    response (httpx, requests, openai, anthropic)."""
+    with suppress(Exception):  # whatever a library has under these names
+        response = getattr(error, "response", None)
+        headers = getattr(error if response is None else response, "headers", None) or {}
+        named = {str(name).lower(): value for name, value in headers.items()}
+        wait = str(named.get("retry-after", getattr(error, "retry_after", None)))
+        if wait.replace(".", "", 1).isdecimal():
+            return float(wait)
+        date = parsedate_to_datetime(wait).replace(tzinfo=UTC)  # HTTP's dates are of UTC
+        return (date - datetime.now(UTC)).total_seconds()
+    return retry_after(error.__cause__ or error.__context__) if error else float("inf")
 
 
 async def awaited(result: Any) -> Any:

@@ -16,12 +16,13 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
 from splitppo.job.child import forget_words, fork_supervised
-from splitppo.workers import Handler, Work, awaited
+from splitppo.workers import Handler, Work, awaited, retry_after
 
 
 def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
@@ -39,16 +40,34 @@ def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
             connection.send((key, answer))
 
 
+async def call(
+    handler: Handler, message: Sequence[Any], end: float, least: float = 0.1
+) -> tuple[Any, Any]:
+    """What the user's function returns, and what reads it. If a request of it is refused, and the
+    refusal says when to come again, the function is called again then, or after `least` seconds;
+    the refusal is raised if that is later than `end` on the event loop's clock."""
+    try:
+        result, read = handler(*message)
+        return await awaited(result), read
+    except Exception as error:
+        wait = max(retry_after(error), least)
+        if asyncio.get_running_loop().time() + wait > end:
+            raise
+    await asyncio.sleep(wait)
+    return await call(handler, message, end, 2 * least)
+
+
 async def serve_async(connection: Connection, handler: Handler, work: Work) -> NoReturn:
     """Answers all messages at once, until the trainer closes the connection. Each has `timeout`
-    seconds, and then is cancelled."""
+    seconds, and then is cancelled. Refused requests of rewards come again: an environment may have
+    heard a message that it then fails on."""
 
     async def run(key: int, *message: Any) -> None:
         limit = asyncio.timeout(work.timeout)
         try:
             async with limit:
-                result, read = handler(*message)
-                result = await awaited(result)
+                end = limit.when() if work.section == "reward" else None
+                result, read = await call(handler, message, end or 0.0)
             answer = read(result)
         except BaseException as error:
             if (task := asyncio.current_task()) and task.cancelling():  # this worker ends

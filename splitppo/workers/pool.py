@@ -146,7 +146,8 @@ class Pool:
     def __init__(self, work: Work, workers: int):
         self.work = work
         self._alone: list[Worker] = []  # one, when it is needed
-        self._free = asyncio.Semaphore(sys.maxsize if work.asynchronous else workers)
+        most = work.concurrency or sys.maxsize
+        self._free = asyncio.Semaphore(most if work.asynchronous else workers)
         self._one = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         # a daemon: a run that failed exits without closing the pool. Linux ends the workers when

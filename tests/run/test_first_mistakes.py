@@ -313,7 +313,6 @@ def hide(monkeypatch: Any, *packages: str) -> None:
     import importlib.util
 
     from splitppo.engine import vllm
-    from splitppo.run import trackers
 
     find, version = importlib.util.find_spec, importlib.metadata.version
 
@@ -326,7 +325,6 @@ def hide(monkeypatch: Any, *packages: str) -> None:
         return version(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    monkeypatch.setattr(trackers, "find_spec", find_others)
     monkeypatch.setattr(vllm, "version", version_of_others)
 
 

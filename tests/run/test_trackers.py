@@ -423,7 +423,7 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
 def test_tracker_that_is_not_installed_is_named(monkeypatch, name):
     config = parse([f"--log.trackers={name}"])
     check_trackers(config)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_trackers(parse([]))
     with pytest.raises(UserError, match=rf"{name} is not installed; pip install {name}, or leave"):
         check_trackers(config)

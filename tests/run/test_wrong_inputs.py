@@ -31,7 +31,6 @@ from splitppo.job.launch import Launch
 from splitppo.models import weights
 from splitppo.models.tiny import build_tiny
 from splitppo.run import main as run_main
-from splitppo.run import trackers
 
 SMALL = ("--steps=2", "--rollout.batch-size=8", "--ppo.mini-batches=2", "--log.validate-every=0")
 COLOCATED = ("--dry-run", "--world-size=4", "--placement.mode=colocated")
@@ -75,7 +74,7 @@ BOUNDS = [
     for row in blocks(r"""
 0 | must be at least 1 | steps nodes ppo.epochs ppo.mini_batches engine.max_rows
     rollout.samples rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows
-    env.max_turns env.max_turn_tokens reward.workers
+    env.max_turns env.max_turn_tokens reward.workers reward.concurrency
     ppo.value_epochs ppo.value_mini_batches log.validate_samples
     ppo.kl_horizon engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
     reference.tensor_parallel fsdp.sequence_parallel value.sequence_parallel
@@ -105,6 +104,7 @@ BOUNDS = [
 ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
     reward.function reward.validation
 [1] | must be a JSON object, as '{"enable_thinking": false}' | data.chat_kwargs
+    data.task_settings env.settings
 { | must be a JSON object | data.chat_kwargs
 1.01 | must lie between 0 and 1 | ppo.gamma ppo.lam_value policy.optim.min_lr_ratio
     value.optim.min_lr_ratio
@@ -210,7 +210,7 @@ EARLY = [
 --rollout.max-context=9 =>
     rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n
 --data.task=guess --rollout.lengths lengths.txt =>
-    rollout.lengths fixes the length ... data.task=guess) ends them; unset one
+    rollout.lengths fixes the length ... data.task) ends them; unset one
 --env.path=chess => env.path=chess: no such environment; use guess or path/to/file.py:n
 --env.tools=abacus => env.tools=abacus: no such tool; use calculator, python or path
 --env.tools=calculator =>
@@ -255,7 +255,7 @@ EARLY = [
 --rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
 --policy.path={d}/capped --policy.random-init --compute.packing=on =>
     compute.packing=on: policy.path={d}/capped: rows can't be packed ... use auto or off
---data.task=sums => 'sums' ... --data.task ... ('echo', 'addition', 'guess')
+--data.task=sums => data.task=sums: there is no such task; use echo, addition, guess, reasoning
 --engine.kind=hf --engine.tensor-parallel=2 =>
     engine.tensor_parallel=2 is for vLLM only, and the engine is hf; use 1, or
 --engine.kind=hf --engine.sleep=1 =>
@@ -684,7 +684,7 @@ def changed(section: Any, name: str, value: Any) -> Any:
 @pytest.mark.parametrize(("shown", "rule", "names"), BOUNDS)
 def test_every_setting_of_a_rule_keeps_it(shown, rule, names):
     for name in names.split():
-        value = shown if name == "data.chat_kwargs" else ast.literal_eval(shown)
+        value = shown if "kwargs" in name or "settings" in name else ast.literal_eval(shown)
         with pytest.raises(UserError, match=f"^{re.escape(f'{name}={shown} {rule}')}"):
             check(changed(Config(), name, value))
 
@@ -713,12 +713,12 @@ def test_every_rule_on_a_setting_has_a_row_above():
         (
             "math_verify",
             ["--reward.function=math"],
-            "reward.function=math: the rule math needs the library math-",
+            "reward.function=math: math_verify is not installed; pip install math-verify",
         ),
         (
             "math_verify",
             ["--reward.validation=math"],
-            "reward.validation=math: the rule math needs the library math-",
+            "reward.validation=math: math_verify is not installed; pip install math-verify",
         ),
     ],
 )
@@ -729,7 +729,6 @@ def test_a_library_that_is_not_installed(library, argv, says, monkeypatch):
         return None if name == library else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    monkeypatch.setattr(trackers, "find_spec", find_others)
     with pytest.raises(UserError, match=re.escape(says)):
         dry_run(argv)
 
