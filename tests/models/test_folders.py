@@ -242,8 +242,9 @@ def test_logits_of_bounded_values_are_read_with_their_bounds_alone(
     written(tmp_path, configured("llama", {"num_labels": 1, "value_range": [0.0, 1.0]}))
     config = Config(value=ValueConfig(range=bounds))
     if fits:
-        model = describe(config, name, "x", str(tmp_path), "")
-        assert vars(model.config)["value_range"] == [0.0, 1.0]
+        for path in (str(tmp_path), "tiny"):  # a head that has learned, and one to write
+            model = describe(config, name, "x", path, "")
+            assert vars(model.config)["value_range"] == [0.0, 1.0]
     else:
         with pytest.raises(UserError, match=r"x: .* --value.range 0 1$"):
             describe(config, name, "x", str(tmp_path), "")
