@@ -19,7 +19,6 @@ from splitppo.models.runner import Reference
 from splitppo.placement import StepPlan
 from splitppo.rollout import Rollout
 
-Terms = list[tuple[float, Tensor]]  # weights, token losses `[N]`
 # Mean difference of the engine's and the trainer's log-probs, nats a token: above the first number
 # the run warns, above the second it ends. (Correct runs: 1e-5 in float32 on CPUs, 0.03 in bfloat16;
 # on GPUs, vLLM's attention is TF32 in float32.)
@@ -53,7 +52,12 @@ class Policy:
         self.group = learner.runner.group
         self.dtype = dtype
         self.surrogate = surrogate or Surrogate(context)
-        self.lesson = (Lesson if context.config.has_teacher else NoLesson)(context, outputs)
+        # what the critic group sends of each token, by name; here without tokens
+        self.signals: Fields = {"advantages": torch.zeros(0)}
+        if context.config.has_teacher:
+            k = context.config.distill.top_k or 1
+            self.signals["teacher_ids"] = torch.zeros(0, k, dtype=torch.int32)
+            self.signals["teacher_logprobs"] = torch.zeros(0, k + 1, dtype=torch.float16)
         self._outputs = outputs
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
@@ -68,7 +72,7 @@ class Policy:
             columns=lambda rollout, zeros: self._columns(
                 rollout,
                 [zeros, zeros],
-                [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.lesson.columns.values()],
+                [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.signals.values()],
             ),
         )
         self.surrogate = surrogate
@@ -142,7 +146,7 @@ class Policy:
         names = [
             *self.surrogate.metrics,
             *["kl_loss"] * (ppo.kl_loss_coef > 0),
-            *self.lesson.metrics,
+            *["teacher_agrees", "divergence"] * self.context.config.has_teacher,
         ]
         weights, importance = self._importance(rollout, logprobs[0])
         figures = []
@@ -181,18 +185,26 @@ class Policy:
         """What `_objective` reads of each token, `[N, ...]` by name."""
         return {
             **dict(zip(("old", "ref"), logprobs, strict=False)),
-            **dict(zip(self.lesson.columns, signals, strict=True)),
+            **dict(zip(self.signals, signals, strict=True)),
         }
 
     def _objective(
         self, model: nn.Module, batch: MicroBatch, columns: Fields
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ppo = self.context.config.ppo
-        logprobs, entropy, terms, lesson_metrics = self.lesson.run(
-            model, batch, columns, entropy=ppo.entropy_coef > 0
+        distill = self.context.config.distill
+        logprobs, entropy, likeliest, highest = self._outputs.beside(
+            model, batch, columns.get("teacher_ids"), entropy=ppo.entropy_coef > 0
         )
         loss, metrics = self.surrogate.run(logprobs, columns, batch.lengths)
-        metrics |= lesson_metrics
+        terms = []  # further losses of the tokens, `[N]`, with their weights
+        if self.context.config.has_teacher:
+            teacher = columns["teacher_logprobs"]
+            divergence = algo.divergence(likeliest, teacher, distill.divergence)
+            # without `top_k` the advantages have the teacher's part
+            terms.append((distill.coef if distill.top_k else 0.0, divergence))
+            metrics["divergence"] = algo.mean(divergence.detach())
+            metrics["teacher_agrees"] = algo.mean((likeliest[:, 0] >= highest[:, 0]).float())
         if ppo.kl_loss_coef > 0:
             kl = algo.kl_estimate(logprobs, columns["ref"], ppo.kl_loss_kind)
             terms.append((ppo.kl_loss_coef, kl))
@@ -306,56 +318,3 @@ class UsersLoss(Surrogate):
             losses * columns.get("weights", 1.0), lengths, self.ppo.aggregate
         )
         return loss, {name: metrics[name] for name in self.metrics}
-
-
-class NoLesson:
-    """What the critic group sends of each token, and what the update makes of it beside PPO's loss;
-    here the advantages alone.
-
-    Attributes:
-        columns: what is sent by name; without rows, `[0, ...]` each.
-        metrics: names of those that the loss has for it.
-    """
-
-    metrics: tuple[str, ...] = ()
-
-    def __init__(self, context: Context, outputs: PolicyOutputs):
-        self.distill = context.config.distill
-        self.outputs = outputs
-        self.columns: Fields = {"advantages": torch.zeros(0)}
-
-    def run(
-        self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
-    ) -> tuple[Tensor, Tensor, Terms, dict[str, Tensor]]:
-        """Log-probs and entropies `[N]` of the update, as of `PolicyOutputs`; further losses of the
-        tokens with their weights, and their metrics."""
-        return (*self.outputs(model, batch, entropy=entropy), [], {})
-
-
-class Lesson(NoLesson):
-    """With a teacher: its most likely tokens are sent, too, and the update counts how often the
-    policy's is the same. With `distill.top_k` the policy's loss has a divergence from the
-    teacher; without, its weight is 0: the advantages have the teacher's part."""
-
-    metrics = ("teacher_agrees", "divergence")
-
-    def __init__(self, context: Context, outputs: PolicyOutputs):
-        super().__init__(context, outputs)
-        k = self.distill.top_k or 1
-        self.columns["teacher_ids"] = torch.zeros(0, k, dtype=torch.int32)
-        self.columns["teacher_logprobs"] = torch.zeros(0, k + 1, dtype=torch.float16)
-
-    def run(
-        self, model: nn.Module, batch: MicroBatch, columns: Fields, *, entropy: bool
-    ) -> tuple[Tensor, Tensor, Terms, dict[str, Tensor]]:
-        logprobs, entropies, likeliest, highest = self.outputs.beside(
-            model, batch, columns["teacher_ids"], entropy=entropy
-        )
-        teacher = columns["teacher_logprobs"]
-        divergence = algo.divergence(likeliest, teacher, self.distill.divergence)
-        metrics = {
-            "teacher_agrees": algo.mean((likeliest[:, 0] >= highest).float()),
-            "divergence": algo.mean(divergence.detach()),
-        }
-        coef = self.distill.coef if self.distill.top_k else 0.0
-        return logprobs, entropies, [(coef, divergence)], metrics

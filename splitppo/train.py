@@ -58,7 +58,7 @@ def actor_loop(run: Run, generator: Generator, policy: Policy, links: Links) -> 
             posted.result()
         with log.span("wait_advantages"):
             links.logprobs.send(plan, rollout, logprobs)
-            signals, waits = links.advantages.recv(plan, rollout, [*policy.lesson.columns.values()])
+            signals, waits = links.advantages.recv(plan, rollout, [*policy.signals.values()])
         with log.span("update"):
             metrics |= policy.update(plan, rollout, logprobs, signals, waits=waits)
         with log.span("validate"):

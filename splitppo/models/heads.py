@@ -156,18 +156,19 @@ class PolicyOutputs:
         self, model: nn.Module, batch: MicroBatch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, `[N]` float32; without `entropy` the latter are 0."""
-        targets = batch.responses[:, None]
-        logprobs, entropies, *_ = self._run(model, batch, targets, entropy=entropy)
-        return logprobs[:, 0], entropies
+        return self.beside(model, batch, None, entropy=entropy)[:2]
 
     def beside(
-        self, model: nn.Module, batch: MicroBatch, ids: Tensor, *, entropy: bool
+        self, model: nn.Module, batch: MicroBatch, ids: Tensor | None, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As a call; then the log-probs of other tokens, `ids` `[N, k]`, that could have been
-        chosen; `[N]` the highest log-prob of all."""
-        targets = torch.cat([batch.responses[:, None], batch.cut(ids)], 1)
-        logprobs, entropies, highest, _ = self._run(model, batch, targets, entropy=entropy, k=1)
-        return logprobs[:, 0], entropies, logprobs[:, 1:], highest[:, 0]
+        """As a call; and where others could have been chosen, `ids` `[N, k]`, their log-probs, and
+        `[N, 1]` the highest log-prob of all."""
+        targets = batch.responses[:, None]
+        if ids is not None:
+            targets = torch.cat([targets, batch.cut(ids)], 1)
+        k = 0 if ids is None else 1
+        logprobs, entropies, highest, _ = self._run(model, batch, targets, entropy=entropy, k=k)
+        return logprobs[:, 0], entropies, logprobs[:, 1:], highest
 
     def likeliest(self, model: nn.Module, batch: MicroBatch, *, k: int) -> list[Tensor]:
         """Log-probs `[N]`; the k most likely tokens, `[N, k]` int32; their log-probs and that of

@@ -102,10 +102,9 @@ class RewardText:
         # special tokens at both ends of the text stay there
         first = [*special, 0].index(0)
         last = len(ids) - [*special[::-1], 0].index(0)
-        # a causal model, or one with a marker, is read at the step's own token
-        own_token = self.one_pass or (self.steps and self.steps.token)
-        tail = [] if own_token else ids[last:]
-        heads = [ids[: place + 1] + tail for place in places] or [ids]
+        if self.one_pass or (self.steps and self.steps.token):
+            last = len(ids)  # a causal model, or one with a marker, is read at the step's own token
+        heads = [ids[: place + 1] + ids[last:] for place in places] or [ids]
         heads = [head[:first] + head[first:][first - self.longest :] for head in heads]
         return Reading([(head, len(head) - 1) for head in heads], [*range(len(heads))], ends, cut)
 
@@ -171,7 +170,6 @@ class RewardModel(Frozen):
 
     def _score(self, reading: Reading, scores: list[float], config: RewardConfig) -> Scored:
         """A row's score of those of its steps."""
-        ends = reading.ends
         failures = [
             Failure(
                 "reward model",
@@ -182,15 +180,14 @@ class RewardModel(Frozen):
             for score in scores
             if not math.isfinite(score)
         ]
-        if failures:
-            scores = [config.failed_score]
-            ends = []
+        scores = [config.failed_score] if failures else scores
         weighted = [score * config.model_weight for score in scores]
+        paid = [*zip([] if failures else reading.ends, weighted, strict=False)]
         return Scored(
             sum(weighted),
             {"reward_model": sum(scores), "reward_model_cut": float(reading.cut)},
             tuple(failures[:1]),
-            [*zip(ends, weighted, strict=False)] if self.text.steps else None,
+            paid if self.text.steps else None,
         )
 
     def _outputs(self, model: Any, batch: MicroBatch) -> list[Tensor]:

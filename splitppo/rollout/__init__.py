@@ -52,11 +52,6 @@ class Prompt:
     column: str | list[dict[str, Any]] = ""
     teacher: "Prompt | None" = None
 
-    @property
-    def for_teacher(self) -> "Prompt":
-        """What a teacher reads."""
-        return self.teacher or self
-
 
 class Span(NamedTuple):
     """A message of an environment: `role`, and where its content stands in the decoded text of the

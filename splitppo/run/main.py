@@ -230,7 +230,7 @@ def load_data(resolved: Resolved) -> tuple[Resolved, tuple[data.PromptSet, data.
     if config.rollout.max_prompt_tokens is None:
         check_sizes(config, resolved.models, resolved.vocabulary_size, longest)
         resolved = memory.with_setting(resolved, "rollout", "max_prompt_tokens", longest)
-    taught = max(len(prompt.for_teacher.tokens) for prompt in training.prompts)
+    taught = max(len((prompt.teacher or prompt).tokens) for prompt in training.prompts)
     resolved = replace(resolved, teacher_prompt=taught)
     training.notes.extend(check_turns(config, turns, training.prompts[0].messages))
     context = room_for_turns(config, longest, resolved.longest)

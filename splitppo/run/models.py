@@ -272,7 +272,7 @@ def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: Pr
     """Raises a UserError if a prompt holds a token that is another in a model's tokenizer."""
     for name, model in models.items():
         for prompt in (prompt for split in splits for prompt in split.prompts):
-            read = prompt.for_teacher if name == "teacher" else prompt
+            read = (name == "teacher" and prompt.teacher) or prompt
             if model.other_tokens and (held := model.other_tokens.intersection(read.tokens)):
                 token = min(held)
                 raise UserError(

@@ -72,8 +72,8 @@ class Resolved:
     def row_tokens(self, model: str) -> int:
         """Most tokens of a row as a model reads it."""
         rollout = self.config.rollout
-        taught = self.teacher_prompt + rollout.max_new_tokens
-        return max(rollout.max_row_tokens, taught) if model == "teacher" else rollout.max_row_tokens
+        taught = self.teacher_prompt + rollout.max_new_tokens if model == "teacher" else 0
+        return max(rollout.max_row_tokens, taught)
 
     @property
     def data(self) -> DataConfig:
