@@ -323,7 +323,7 @@ def leading(group: Group, parts: list[list[Episode]], top_k: int) -> tuple[list[
     rollout = Rollout(parts[group.dp_rank])
     config = replace(Config(), distill=DistillConfig(coef=0.7, top_k=top_k))
     teacher = cast(Any, Teacher.__new__(Teacher))
-    teacher.distill, teacher.group = config.distill, group
+    teacher.distill, teacher.runner = config.distill, SimpleNamespace(group=group)
     ids = torch.tensor([i for episode in rollout.episodes for i in episode.response]).float()
     estimate = Estimate(torch.ones(len(ids)), torch.zeros(len(ids)), {"before": 1})
     led = teacher.lead(estimate, rollout, -ids, [-ids.sqrt(), ids[:, None].int()])

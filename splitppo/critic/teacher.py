@@ -25,7 +25,6 @@ class Teacher(Frozen):
     def __init__(self, context: Context, model: nn.Module, runner: Runner, outputs: PolicyOutputs):
         self.distill = context.config.distill
         self.prompt = context.prompt
-        self.group = runner.group
         super().__init__(
             model,
             runner,
@@ -61,9 +60,10 @@ class Teacher(Frozen):
         logprobs, *likeliest = taught
         behind = (old - logprobs).double()  # its mean estimates KL(policy || teacher)
         masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
-        masks |= {f"distill/kl/{name}": at for name, at in places(rollout, self.group).items()}
+        at_places = places(rollout, self.runner.group)
+        masks |= {f"distill/kl/{name}": at for name, at in at_places.items()}
         figures = [logprobs, *(behind[at] for at in masks.values())]
-        scores, *of_places = algo.all_moments(self.group.all_gather, figures)
+        scores, *of_places = algo.all_moments(self.runner.group.all_gather, figures)
         if not scores.mean.isfinite():
             raise UserError(
                 "the teacher's log-probs are not finite; check the weights in teacher.path, and "

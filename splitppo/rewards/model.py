@@ -2,14 +2,17 @@
 scores a row, or each of its steps."""
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from splitppo.config import RewardConfig
+from splitppo.errors import UserError
 from splitppo.models.attention import is_packed
 from splitppo.models.batching import MicroBatch
 from splitppo.models.heads import last_scores, read_scores
@@ -17,7 +20,6 @@ from splitppo.models.runner import Frozen, Runner
 from splitppo.models.tokenizer import find_differences, token_ends
 from splitppo.rewards.functions import Failure
 from splitppo.rewards.scorer import Scored
-from splitppo.rewards.steps import Steps, find_places
 from splitppo.rollout import Episode, Messages, Prompt, dialogue, episode_of
 
 ROWS = 2**40  # more than a run has: a row's further texts are numbered behind them
@@ -37,12 +39,18 @@ class Reading(NamedTuple):
 class RewardText:
     """Turns a prompt and its response into the reward model's token ids.
 
-    With the policy's vocabulary and chat template, these are the policy's ids, unless `steps` have
-    a token. Otherwise the text is tokenised again: with `chat` and a chat template of the reward
-    model, as a conversation; else as plain text, prompt and response. `tokenizer` is the reward
-    model's. A text of more than `longest` tokens, the most that the model can read, loses its
-    beginning. `one_pass`: what the model says at a token depends on the text up to it alone, so
-    that all steps are scored in one text; else each in a text that ends with it.
+    With the policy's vocabulary and chat template, these are the policy's ids, unless steps have a
+    token. Otherwise the text is tokenised again: with `chat` and a chat template of the reward
+    model, as a conversation; else as plain text, prompt and response. A text that is too long loses
+    its beginning.
+
+    Args:
+        tokenizer: the reward model's.
+        longest: most tokens that the model can read.
+        steps: what ends a step of a response; None: the row is scored as a whole.
+        step_token: what stands in its place in the model's text, where the model scores the step.
+        one_pass: what the model says at a token depends on the text up to it alone, so that all
+            steps are scored in one text; else each in a text that ends with it.
     """
 
     def __init__(
@@ -52,19 +60,21 @@ class RewardText:
         *,
         chat: bool,
         longest: int,
-        steps: Steps | None = None,
+        steps: str | None = None,
+        step_token: str | None = None,
         one_pass: bool = False,
     ):
         self.tokenizer = tokenizer
         self.policy = policy
         self.longest = longest
         self.steps = steps
+        self.step_token = step_token
         self.one_pass = one_pass
         template = getattr(tokenizer, "chat_template", None)
         self.same = (
             template == getattr(policy, "chat_template", None)
             and not find_differences(tokenizer, policy)
-            and not (steps and steps.token)
+            and not step_token
         )
         self.chat = chat and template is not None
         own_form = (
@@ -79,7 +89,7 @@ class RewardText:
     def encode(self, prompt: Prompt, episode: Episode) -> Reading:
         """The row as the model reads it."""
         said, heard = episode.turns[-1]
-        ends = self.steps.ends(self._decode(said)) if self.steps else []
+        ends = step_ends(self._decode(said), self.steps) if self.steps else []
         if self.same:
             ids = episode.ids.tolist()
             special = [0] * len(ids)
@@ -102,7 +112,7 @@ class RewardText:
         # special tokens at both ends of the text stay there
         first = [*special, 0].index(0)
         last = len(ids) - [*special[::-1], 0].index(0)
-        if self.one_pass or (self.steps and self.steps.token):
+        if self.one_pass or self.step_token:
             last = len(ids)  # a causal model, or one with a marker, is read at the step's own token
         heads = [ids[: place + 1] + ids[last:] for place in places] or [ids]
         heads = [head[:first] + head[first:][first - self.longest :] for head in heads]
@@ -115,8 +125,10 @@ class RewardText:
         """The row as one text, and where the steps of the last message end in it."""
         messages = dialogue(prompt, episode, self._decode)
         last = next(message for message in reversed(messages) if message["role"] == "assistant")
-        answer = last["content"]
-        marked, marks = self.steps.mark(answer) if self.steps else (answer, [])
+        marked = last["content"]
+        marks: list[int] = []
+        if self.steps:
+            marked, marks = mark_steps(marked, self.steps, self.step_token)
         bare = marked.strip()
         text = ""
         begin = -1
@@ -215,3 +227,37 @@ def longest_text(config: Any, tokenizer: Any) -> int:
     """Most tokens that a model can read, by its config and its tokenizer."""
     most = tokenizer.model_max_length
     return int(min(getattr(config, "max_position_embeddings", None) or most, most))
+
+
+def step_ends(text: str, separator: str) -> list[int]:
+    """Where the steps of a text end, in characters: behind each separator, and with the text. What
+    is blank is no step."""
+    parts = re.finditer(rf"(.*?)({re.escape(separator)}|\Z)", text, re.DOTALL)
+    return [part.end() for part in parts if part[1].strip()]
+
+
+def mark_steps(text: str, separator: str, token: str | None) -> tuple[str, list[int]]:
+    """The text with a token in the place of each step's separator, if there is one, and where its
+    steps end then."""
+    ends = step_ends(text, separator)
+    if not token:
+        return text, ends
+    parts = [text[begin:end].removesuffix(separator) + token for begin, end in pairwise([0, *ends])]
+    return "".join(parts), list(accumulate(map(len, parts)))
+
+
+def find_places(offsets: list[tuple[int, int]], ends: list[int]) -> list[int]:
+    """The tokens that hold the last characters of the parts of a text that end there. `offsets`:
+    where each token begins and ends in the text, alike if it is none of it."""
+    tokens = [(begin, i) for i, (begin, end) in enumerate(offsets) if begin < end]
+    # of a character of several tokens each begins with it
+    return [tokens[bisect_left(tokens, (end,)) - 1][1] for end in ends]
+
+
+def check_steps(tokenizer: Any, reward: RewardConfig) -> None:
+    """Raises UserError if the reward model's tokenizer can't tell where a step ends."""
+    if reward.steps and not tokenizer.is_fast:
+        raise UserError(
+            f"reward.steps={reward.steps!r}: the reward model's tokenizer does not say which token "
+            "holds a character; save it as tokenizer.json, or unset reward.steps"
+        )

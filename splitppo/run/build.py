@@ -36,7 +36,6 @@ from splitppo.placement import Role
 from splitppo.policy import Policy, Surrogate, UsersLoss
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
-from splitppo.rewards.steps import Steps
 from splitppo.run import memory
 from splitppo.run.files import write_rows
 from splitppo.run.folder import fingerprint
@@ -221,7 +220,9 @@ class Builder:
             scorer,
             reference=self._reference("critic", runner),
             reward_model=self._reward_model(runner),
-            teacher=self._teacher(runner),
+            teacher=Teacher(self.context, self._model("teacher", runner), runner, self.outputs)
+            if self.config.has_teacher
+            else None,
             pretrained=lambda: [
                 save_value(self.resolved, self.folder, learner) for learner in baseline.learners
             ],
@@ -288,11 +289,6 @@ class Builder:
             offload=self.config.reference.offload,
         )
 
-    def _teacher(self, runner: Runner) -> Teacher | None:
-        if not self.config.has_teacher:
-            return None
-        return Teacher(self.context, self._model("teacher", runner), runner, self.outputs)
-
     def _reward_model(self, runner: Runner) -> RewardModel | None:
         reward = self.config.reward
         if reward.model is None:
@@ -304,7 +300,8 @@ class Builder:
             self.resolved.tokenizer,
             chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
-            steps=Steps(reward.steps, reward.step_token or None) if reward.steps else None,
+            steps=reward.steps,
+            step_token=reward.step_token,
             one_pass=model.packed,
         )
         if runner.group.is_first:

@@ -27,7 +27,7 @@ from splitppo.models.sequence import check_heads
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.trainable import cost_of
 from splitppo.placement import Placement, Role, check_sets, holders
-from splitppo.rewards.steps import check_steps
+from splitppo.rewards.model import check_steps
 from splitppo.run.folder import TRAINING, VALIDATION, check_run_folder, inputs_of
 from splitppo.run.models import Model, check_sizes, hold_against, read_model, setting_of
 from splitppo.run.sources import model_paths

@@ -35,9 +35,17 @@ from splitppo.models import build, weights
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.tokenizer import read_tokenizer
-from splitppo.rewards.model import Reading, RewardModel, RewardText, longest_text
+from splitppo.rewards.model import (
+    Reading,
+    RewardModel,
+    RewardText,
+    check_steps,
+    find_places,
+    longest_text,
+    mark_steps,
+    step_ends,
+)
 from splitppo.rewards.scorer import Scored
-from splitppo.rewards.steps import Steps, check_steps, find_places
 from splitppo.rollout import Episode, Prompt
 from splitppo.run.models import read_model
 
@@ -71,11 +79,11 @@ ROWS = [
     ],
 )
 def test_where_steps_end(separator: str, text: str, ends: list[int]) -> None:
-    assert Steps(separator).ends(text) == ends
-    marked, marks = Steps(separator, "<s>").mark(text)
+    assert step_ends(text, separator) == ends
+    marked, marks = mark_steps(text, separator, "<s>")
     assert len(marks) == len(ends)
     assert all(marked[:mark].endswith("<s>") for mark in marks)
-    assert Steps(separator).mark(text) == (text, ends)
+    assert mark_steps(text, separator, None) == (text, ends)
     if ends:
         assert marked.count("<s>") == len(ends)
 
@@ -139,7 +147,7 @@ def rows_of(tokenizer: Any) -> tuple[list[Prompt], list[Episode]]:
 
 
 def steps_rank(
-    rank: int, folder: Path, policy: Path, world: int, steps: Steps, how: dict[str, Any]
+    rank: int, folder: Path, policy: Path, world: int, how: dict[str, Any]
 ) -> dict[int, Scored]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
     tokenizer, own = (read_tokenizer(str(path)) for path in (policy, folder))
@@ -149,7 +157,8 @@ def steps_rank(
     parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
     weights.fill(model, str(folder), device=CPU)
     longest = longest_text(config, own)
-    text = RewardText(own, tokenizer, chat=True, **{"longest": longest, "steps": steps} | how)
+    options: dict[str, Any] = {"longest": longest} | how
+    text = RewardText(own, tokenizer, chat=True, **options)
     found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=False)
     prompts, rows = rows_of(tokenizer)
     mine = range(len(rows))[rank::world]
@@ -184,8 +193,8 @@ def score_by_the_library(model: Any, ids: list[int]) -> float:
 def test_each_step_is_scored_as_the_text_up_to_its_end(
     models: dict[str, Path], kind: str, world: int, how: dict[str, Any]
 ) -> None:
-    steps = Steps("+", "<s>" if kind == "marked" else None)
-    parts = run_ranks(world, steps_rank, models[kind], models["policy"], world, steps, how)
+    reading = {"steps": "+", "step_token": "<s>" if kind == "marked" else None} | how
+    parts = run_ranks(world, steps_rank, models[kind], models["policy"], world, reading)
     scored = {row: one for part in parts for row, one in part.items()}
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", kind))
     auto: Any = (
@@ -252,7 +261,7 @@ def test_a_run_pays_the_steps(
     whole = 0
     for row in rows:
         texts, rewards = row["tokens"]["text"], row["tokens"]["reward"]
-        ends = Steps("e").ends(row["response"])
+        ends = step_ends(row["response"], "e")
         counts.append(len(ends))
         due = [0.0] * len(texts)
         for end in ends:
@@ -319,11 +328,11 @@ def test_steps_of_the_policys_own_tokens() -> None:
     prompt = Prompt("?", [0], "", "", {})
     mask = [True, False, True, True, True, False, False]
     row = episode(0, [0], [1, 0, 1, 2, 3, 0, 0], mask=mask)
-    text = RewardText(tokenizer, tokenizer, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    text = RewardText(tokenizer, tokenizer, chat=True, longest=99, steps="+", one_pass=True)
     reading = text.encode(prompt, row)
     assert reading.texts == [(row.ids.tolist(), 4)]
     assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
-    marked = RewardText(tokenizer, tokenizer, chat=True, longest=9, steps=Steps("+", "a"))
+    marked = RewardText(tokenizer, tokenizer, chat=True, longest=9, steps="+", step_token="a")
     assert marked.reads == "plain text, the response behind the prompt; each step in its own pass"
 
 
@@ -354,7 +363,7 @@ def test_a_template_may_strip_messages_or_leave_parts_out(
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
     own.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
     ids = policy("  1+2  ").input_ids
-    text = RewardText(own, policy, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    text = RewardText(own, policy, chat=True, longest=99, steps="+", one_pass=True)
     reading = text.encode(Prompt("12=", [1], "", "", {}), episode(0, [1], ids))
     ((read, first),) = reading.texts
     places = [first + which for which in reading.which]
@@ -367,7 +376,7 @@ def test_a_template_may_strip_messages_or_leave_parts_out(
 def test_steps_end_in_the_response_and_not_where_its_text_stands_again(models: dict[str, Path]):
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
     own.chat_template = "{% for m in messages %}{{ m.content }}!12!{% endfor %}"
-    text = RewardText(own, policy, chat=True, longest=99, steps=Steps("+"), one_pass=True)
+    text = RewardText(own, policy, chat=True, longest=99, steps="+", one_pass=True)
     ids = policy("12").input_ids
     reading = text.encode(Prompt("1=", [1], "", "", {}), episode(0, [1], ids))
     ((read, first),) = reading.texts
@@ -383,7 +392,7 @@ def test_a_token_holds_an_end_by_where_it_stands_in_the_text() -> None:
 
 
 def test_a_step_without_a_finite_score_fails_the_row() -> None:
-    model: Any = SimpleNamespace(text=SimpleNamespace(steps=Steps("+")))
+    model: Any = SimpleNamespace(text=SimpleNamespace(steps="+"))
     reading = Reading([([1, 2, 3], 1)], [0, 1], [4, 9], cut=False)
     reward = RewardConfig(model="m", model_weight=0.5, failed_score=7.0)
     scored = RewardModel._score(model, reading, [1.0, float("nan")], reward)
