@@ -92,11 +92,12 @@ def load_prompts(
     """
     setting, files = _read(config, seed, split)
     read = [row for file in files for row in file]
-    rows, prompts, wrong = _render(config, read, tokenizer, now, render)
+    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
+    prompts, wrong = tokenize(config, dict(enumerate(read)), tokenizer, now, render)
     if teacher_key:
         as_taught = replace(config, prompt_key=teacher_key)
         others = [row for file in _read(as_taught, seed, split)[1] for row in file]
-        _, taught, refused = _render(as_taught, others, tokenizer, now, None)
+        taught, refused = tokenize(as_taught, dict(enumerate(others)), tokenizer, now)
         refused |= {
             i: UserError(
                 f"data.prompt_key={teacher_key}: {rows[i].where} has {len(prompt.tokens)} tokens "
@@ -136,20 +137,6 @@ def load_prompts(
     return PromptSet([fitting[index] for index in chosen], notes)
 
 
-def _render(
-    config: DataConfig,
-    read: Sequence[Row | UserError],
-    tokenizer: Any,
-    now: datetime | None,
-    render: Render | None,
-) -> tuple[dict[int, Row], dict[int, Prompt], dict[int, UserError]]:
-    """The rows that were read by their index, their prompts, and the errors of those without."""
-    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, rows, tokenizer, now, render)
-    wrong |= {index: row for index, row in enumerate(read) if isinstance(row, UserError)}
-    return rows, prompts, wrong
-
-
 def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
     """The setting that a split's rows come from, for messages, and what each file holds."""
     held_out = split == "validation"
@@ -187,13 +174,14 @@ def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> 
 
 def tokenize(
     config: DataConfig,
-    rows: Mapping[int, Row],
+    read: Mapping[int, Row | UserError],
     tokenizer: Any,
     now: datetime | None = None,
     render: Render | None = None,
 ) -> tuple[dict[int, Prompt], dict[int, UserError]]:
-    """The prompts by the index of their row, and the errors of rows that have none. A template that
-    shows the time shows `now`, for all rows the same."""
+    """The prompts by the index of their row, and the errors of rows that have none, with those of
+    reading them. A template that shows the time shows `now`, for all rows the same."""
+    rows = {index: row for index, row in read.items() if isinstance(row, Row)}
     is_shown = any(row.shown for row in rows.values())
     reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
     chats = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
@@ -217,6 +205,7 @@ def tokenize(
         tokens |= {
             index: list(part[:end]) for index, part in zip(chosen, ids["input_ids"], strict=True)
         }
+    wrong |= {index: row for index, row in read.items() if isinstance(row, UserError)}
     wrong |= {
         index: UserError(
             f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer"
