@@ -342,7 +342,7 @@ def test_a_pass_a_step_ends_with_the_marker_or_with_what_ends_each_text(
 ) -> None:
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "encoder"))
     own.add_special_tokens({"additional_special_tokens": ["<s>"]})
-    text = RewardText(own, policy, chat=False, longest=99, steps=Steps("+", marker))
+    text = RewardText(own, policy, chat=False, longest=99, steps="+", step_token=marker)
     row = episode(0, [1], policy("1+2").input_ids)
     reading = text.encode(Prompt("5=", [1], "", "", {}), row)
     assert [own.convert_ids_to_tokens(ids[-1]) for ids, _ in reading.texts] == [last, last]
