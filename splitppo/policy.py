@@ -199,8 +199,7 @@ class Policy:
         loss, metrics = self.surrogate.run(logprobs, columns, batch.lengths)
         terms = []  # further losses of the tokens, `[N]`, with their weights
         if self.context.config.has_teacher:
-            teacher = columns["teacher_logprobs"]
-            divergence = algo.divergence(likeliest, teacher, distill.divergence)
+            divergence = algo.divergence(likeliest, columns["teacher_logprobs"], distill.divergence)
             # without `top_k` the advantages have the teacher's part
             terms.append((distill.coef if distill.top_k else 0.0, divergence))
             metrics["divergence"] = algo.mean(divergence.detach())

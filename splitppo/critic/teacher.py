@@ -59,11 +59,13 @@ class Teacher(Frozen):
         """
         logprobs, *likeliest = taught
         behind = (old - logprobs).double()  # its mean estimates KL(policy || teacher)
-        masks = {"distill/kl": torch.ones_like(old, dtype=torch.bool)}
-        at_places = places(rollout, self.runner.group)
-        masks |= {f"distill/kl/{name}": at for name, at in at_places.items()}
+        group = self.runner.group
+        masks = {
+            "distill/kl": torch.ones_like(old, dtype=torch.bool),
+            **{f"distill/kl/{name}": at for name, at in places(rollout, group).items()},
+        }
         figures = [logprobs, *(behind[at] for at in masks.values())]
-        scores, *of_places = algo.all_moments(self.runner.group.all_gather, figures)
+        scores, *of_places = algo.all_moments(group.all_gather, figures)
         if not scores.mean.isfinite():
             raise UserError(
                 "the teacher's log-probs are not finite; check the weights in teacher.path, and "

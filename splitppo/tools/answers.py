@@ -82,9 +82,11 @@ def load(
         if kind != "policy"
     }
     # one that reads another prompt would be surprised by all that the prompt explains
-    teachers = []
-    if config.teacher.path and not config.teacher.prompt_key:
-        teachers = load_first(config, run, "teacher", "surprise of the teacher")
+    teachers = (
+        load_first(config, run, "teacher", "surprise of the teacher")
+        if config.teacher.path and not config.teacher.prompt_key
+        else []
+    )
     outputs = PolicyOutputs(config.rollout.temperature, vocabulary_size(tokenizer))
     every = [engines[0].model, *models.values(), *teachers]
     limits = [positions for model in every if (positions := most_positions(model.config)[0])]
