@@ -307,6 +307,10 @@ NOT_WRITTEN = {
     "what no text says": (
         "nan = float('nan')\n", "def score(**row): return nan\n", "it uses nan of another cell",
     ),
+    "an object that looks like a number": (
+        "class Looks:\n    def __repr__(self): return '1'\none = Looks()\n",
+        "def score(**row): return one\n", "it uses one of another cell, a Looks",
+    ),
     "a class of a cell": (
         "class Judge:\n    pass\n", "def score(**row): return Judge()\n", "it uses Judge",
     ),
