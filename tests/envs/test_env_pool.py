@@ -295,7 +295,7 @@ def test_tools_and_built_in_environments(tmp_path: Path) -> None:
             assert isinstance(turn, Turn)
 
 
-@pytest.mark.parametrize("does", ["nothing", "leaves_and_hangs"])
+@pytest.mark.parametrize("does", [wide("nothing"), "leaves_and_hangs"])
 def test_a_killed_trainer_leaves_nothing(file: Path, does: str) -> None:
     code = f"""
 import signal

@@ -354,7 +354,7 @@ def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -
     )
 
 
-@pytest.mark.parametrize("name", ["wrapped", "late", "twice"])
+@pytest.mark.parametrize("name", [wide("wrapped"), wide("late"), "twice"])
 def test_an_async_function_that_is_hidden_is_awaited_with_the_same_limit(
     file: Path, name: str
 ) -> None:
@@ -476,7 +476,7 @@ def test_workers_do_not_see_the_ranks_variables_but_the_rest(
         assert kinds(one.submit(rows("x"))()) == ["6"]
 
 
-@pytest.mark.parametrize("text", ["a", "sleep"])
+@pytest.mark.parametrize("text", [wide("a"), "sleep"])
 def test_a_killed_parent_leaves_no_worker(file: Path, text: str) -> None:
     code = f"""
 import signal
