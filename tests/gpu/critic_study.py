@@ -5,7 +5,7 @@
 Studies:
 
 * `mixed`: SmolLM2-135M adds numbers of one to four digits, one response a prompt. The value model
-  with the old settings, with a better rate, with four value epochs; the batch's mean;
+  with the old settings, with a better rate, with four value epochs, bounded; the batch's mean;
   groups of 8 responses, as many rows.
 * `frozen`: the same value models alone, on rollouts of a policy that is not trained.
 * `guess`, `stakes`: the embedded model plays games with rewards on the way: `data.task guess`, and
@@ -48,6 +48,7 @@ PRETRAINED = ["--value.pretrain-steps", "5"]
 ADAPTIVE = ["--ppo.lam", "adaptive", "--ppo.lam-value", "1.0"]
 MASKED = ["--ppo.clip-mode", "mask", "--ppo.old-logprobs", "engine"]
 RATE = ["--value.optim.lr", "1e-4", "--ppo.lam", "1"]
+RANGE = ["--value.range", "0", "1"]
 
 
 def mixed() -> dict[str, list[str]]:
@@ -56,6 +57,7 @@ def mixed() -> dict[str, list[str]]:
         "old": ["--value.optim.lr", "2e-5", "--ppo.lam", "0.95"],
         "rate": RATE,
         "epochs": [*RATE, "--ppo.value-epochs", "4"],
+        "bounded": [*RATE, "--ppo.value-epochs", "4", *RANGE],
         "batch": ["--ppo.baseline", "batch"],
         "groups": ["--ppo.baseline", "group", "--rollout.samples", "8"],
     }
@@ -83,6 +85,8 @@ def frozen(steps: int) -> dict[str, list[str]]:
         "rate_5e-5": [*once, "5e-5"],
         "rate_3e-4": [*once, "3e-4"],
         "epochs": [*four, "1e-4"],
+        "bounded_once": [*once, "1e-4", *RANGE],
+        "bounded": [*four, "1e-4", *RANGE],
     }
 
 
