@@ -317,6 +317,9 @@ def test_the_parts_of_a_reward_are_one_card(show: Opener, tmp_path: Path):
         f"mean of 2 seeds {part}" for part in ("judge", "digits", "judge/length")
     ]
     assert show(page_of(write_run(tmp_path / "plain"), 7)).locator(".parts").count() == 0
+    constant = {f"critic/reward/{part}/mean": 1.0 for part in "ab"}
+    page = show(build_page(tmp_path, bare_run(constant), None))
+    assert page.locator(".constants tr td:first-child").all_text_contents() == [*constant]
 
 
 def test_a_phase_is_named_once_in_a_lane(page: Any):
@@ -379,6 +382,8 @@ def test_rows_of_a_prompt_stand_side_by_side_and_stay_text(page: Any):
     first, second = (card.bounding_box() for card in page.locator(".prompt").all())
     assert (first["y"], second["x"] > first["x"] + 300) == (second["y"], True), "prompts do, too"
     page.select_option("#row-kind", "training")
+    width = page.locator(".prompt").first.bounding_box()["width"]
+    assert width > 550, "one of two rows has the room of two"
     page.select_option("#row-step", "")
     page.fill("#row-search", "ANSWER 12")
     assert answers.count() == 1
