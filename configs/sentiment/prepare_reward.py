@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, logging
 
 from splitppo.data.raw import raw_rows
 from splitppo.errors import UserError, command, words
@@ -99,6 +99,7 @@ def prepare_reward(
         raise UserError(f"--out {out}: exists and is not empty; remove it or choose another --out")
     train, held_out = split_examples(read_examples(texts, training), training)
     torch.manual_seed(training.seed)
+    logging.disable_progress_bar()
     tokenizer, model = _load_body(body, training.max_tokens)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(
@@ -318,10 +319,14 @@ def _load_body(folder: Path, max_tokens: int) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would warn of the head, which the body lacks
     try:
         model = kinds.from_pretrained(folder, config=config, dtype=torch.float32)
     except OSError as error:  # no weights there
         raise UserError(f"--body {folder}: {str(error).splitlines()[0]}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     return tokenizer, model
 
 
