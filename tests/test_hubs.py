@@ -22,6 +22,7 @@ from splitppo.data.files import Row, generate
 from splitppo.envs import Message
 from splitppo.envs.pool import Envs, load
 from splitppo.errors import UserError
+from splitppo.rewards import rules
 from splitppo.rewards.functions import scored_by
 from splitppo.rewards.scorer import Scorer, check_prompts
 from splitppo.rollout import Prompt
@@ -167,8 +168,9 @@ def test_a_task_that_raises_and_a_package_that_is_missing(monkeypatch: pytest.Mo
 
 @pytest.mark.ranks
 def test_a_row_is_scored_as_its_task_and_settings_have_it():
-    """The settings of time_intervals say what of a wrong answer counts. A row without an entry
-    fails, and no other."""
+    """A row without an entry fails, and no other. What scores has the row's settings: a few tasks'
+    scores depend on them."""
+    assert rules._gym_task("chain_sum", EASY).config.max_terms == 2
     sums = made("chain_sum")[0]
     due = sums.ground_truth
     rows = [(sums, due), (sums, f"<answer>9999</answer>so <answer>\n{due}</answer>.")]
@@ -250,9 +252,9 @@ def test_a_game_says_what_is_new_and_rewards_its_last_turn():
     )
     assert not is_async
     game = make({}, 5)
-    (rules,) = game.reset()
-    assert rules.role == "user"
-    assert "within 3 turns" in rules.content
+    (begun,) = game.reset()
+    assert begun.role == "user"
+    assert "within 3 turns" in begun.content
     number = game.game.state.game_state["game_number"]
     wrong = [guess for guess in range(1, 21) if guess != number][:2]
     hints = ["higher" if guess < number else "lower" for guess in wrong]
