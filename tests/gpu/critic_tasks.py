@@ -15,7 +15,8 @@ COLUMNS = 3  # of the sums that are written digit by digit, each of two digits u
 HIGHEST = 4
 
 
-# settings of the tasks of the mixture: SmolLM2 gets up to 20 % of each right before training (24 samples each; chain_sum 0)
+# settings of the tasks of the mixture: SmolLM2 gets up to 20 % of each right before training
+# (24 samples each; of chain_sum none)
 MIXTURE: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "basic_arithmetic": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
