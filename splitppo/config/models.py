@@ -63,9 +63,9 @@ class PolicyConfig:
     """Draw the weights of all models at random from the seed instead of reading them. For
     benchmarks on a real shape."""
     freeze: tuple[str, ...] = ()
-    """What is not trained: `attention`, `embeddings` (and an output layer tied to them), `body`
-    (all but the output layer), or regular expressions that are searched in a weight's Hugging Face
-    name."""
+    """What is not trained: `attention`, `router` (of a mixture of experts), `embeddings` (and an
+    output layer tied to them), `body` (all but the output layer), or regular expressions that are
+    searched in a weight's Hugging Face name."""
     offload: Offload = "auto"
     """What is in pinned host memory while it is not needed: `none`; `optimizer`: AdamW's moments;
     `all`: the weights' shards, too. `auto`: in a colocated run what makes it fit, by the estimated

@@ -40,7 +40,13 @@ from test_engine import (
 )
 from tiers import wide
 from torch import Tensor
-from transformers import ApertusConfig, AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaForCausalLM,
+)
 
 from splitppo import train
 from splitppo.config import Config, EngineConfig, RolloutConfig
@@ -135,6 +141,15 @@ def test_kv_bytes_per_token() -> None:
     assert kv_bytes_per_token(config, torch.bfloat16) == 2 * 2 * 2 * 32 * 2
     assert kv_bytes_per_token(config, torch.float32, 2) == 2 * 2 * 1 * 32 * 4
     assert kv_bytes_per_token(config, torch.float32, 4) == 2 * 2 * 1 * 32 * 4  # a head can't be cut
+    # what latent attention compresses is cached whole
+    latent = DeepseekV3Config(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+    )
+    assert kv_bytes_per_token(latent, torch.float32) == 2 * 3 * 4 * 24 * 4
     # it names neither heads of keys nor their size
     plain = GPT2Config(n_layer=3, n_head=4, n_embd=32)
     assert kv_bytes_per_token(plain, torch.float32) == 2 * 3 * 4 * 8 * 4

@@ -65,7 +65,7 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> list[str]:
     """A model folder without weights, prompts and lengths; the flags that name them."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast, Qwen2Config
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = ["<pad>", "<eos>", *map(chr, range(32, 127))]
@@ -78,8 +78,10 @@ def write_inputs(folder: Path, shape: dict[str, Any]) -> list[str]:
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
     )
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(**shape, max_position_embeddings=4096, eos_token_id=1)
-    config.architectures = ["Qwen2ForCausalLM"]
+    make: Any = CONFIG_MAPPING[shape.get("model_type", "qwen2")]
+    config = make(**shape, max_position_embeddings=4096, eos_token_id=1)
+    causal: Any = AutoModelForCausalLM
+    config.architectures = [causal._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     row = json.dumps({"prompt": "7" * PROMPT, "answer": "1", "data_source": "mine"})
     (folder / "rows.jsonl").write_text((row + "\n") * 256)

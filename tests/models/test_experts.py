@@ -24,6 +24,7 @@ from splitppo.models.learner import Learner
 from splitppo.models.lora import Adapter
 from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
+from splitppo.models.stored import Stored, open_folder
 from splitppo.models.tensor import check_plan
 from splitppo.models.trainable import Trainable, count
 from splitppo.models.weights import fill, save, to_precision
@@ -171,6 +172,24 @@ def test_the_load_counts_response_tokens(group: Any) -> None:
     assert figures["expert_share"] == pytest.approx(float(share.mean()))
     assert figures["expert_share_max"] == pytest.approx(float(share.max()))
     assert figures["experts_idle_max"] == float((counted == 0).sum(1).max())
+
+
+def test_a_rank_reads_its_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none of them."""
+    plain = written(tmp_path, configured("qwen3_moe", EXPERTS)).state_dict()
+    stored = open_folder(str(tmp_path), build(read_config(str(tmp_path)), "policy"))
+    names: list[str] = []
+    read = Stored._read
+    monkeypatch.setattr(
+        Stored,
+        "_read",
+        lambda self, name, *where: [names.append(name), read(self, name, *where)][1],
+    )
+    weight = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(stored.read(weight, (slice(1, 3),)), plain[weight][1:3])
+    kinds = [f"{number}.{kind}_proj" for number in (1, 2) for kind in ("gate", "up")]
+    assert names == [f"model.layers.1.mlp.experts.{kind}.weight" for kind in kinds]
+    assert stored.read(weight, (slice(4, 4),)).shape == (0, 32, 32)
 
 
 def test_a_token_meets_some_of_the_parameters() -> None:

@@ -33,6 +33,8 @@ STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and t
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's own already
     "VLLM_NO_USAGE_STATS": "1",
+    # latent attention would keep products of the weights, which a sync leaves as they were
+    "VLLM_MLA_DISABLE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     # random ids tell the late output of an aborted row from a new row
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",
@@ -72,8 +74,11 @@ def build_llm(plan: Plan) -> Any:
             "gpu_memory_utilization": 0.01,
             "enable_sleep_mode": engine.sleep != "off",
             "enforce_eager": engine.eager,
+            # others reorder experts once, after which new weights could not be loaded
+            "moe_backend": "triton",
             **({} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}),
         }
+    quantized = "quantization_config" in (Path(plan.folder) / "config.json").read_text()
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
@@ -81,7 +86,7 @@ def build_llm(plan: Plan) -> Any:
             skip_tokenizer_init=True,  # requests are ids
             load_format="dummy",
             # the trainer sends floats, also where its folder holds FP8
-            hf_overrides={"quantization_config": None},
+            hf_overrides={"quantization_config": None} if quantized else {},
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
             max_num_seqs=plan.max_rows,

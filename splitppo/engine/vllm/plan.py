@@ -47,7 +47,8 @@ def kv_bytes_per_token(
     """Bytes of a token's keys and values on each GPU, over all layers."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    named = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    size = named or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * -(-heads // tensor_parallel) * size * dtype.itemsize
 
 

@@ -20,12 +20,37 @@ kill_with_parent()  # but no signal is ignored: vLLM ends its workers with SIGTE
 
 
 if current_platform.is_cpu():
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     def _plain_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
 
+    class _PlainExperts(cpu_moe.CPUUnquantizedExperts):
+        """vLLM's experts, with weights as they were loaded."""
+
+        def process_weights_after_loading(self, layer: Any) -> None: ...
+
+        def apply(self, output: Tensor, hidden_states: Tensor, *args: Any, **options: Any) -> None:
+            order = ("w1", "w2", "topk_weights", "topk_ids", "activation")
+            named = dict(zip(order, args, strict=False)) | options
+            output.zero_()
+            for expert in named["topk_ids"].unique().tolist():
+                rows, places = (named["topk_ids"] == expert).nonzero(as_tuple=True)
+                biases = [
+                    None if bias is None else bias[expert] for bias in (self.w1_bias, self.w2_bias)
+                ]
+                inner = nn.functional.linear(hidden_states[rows], named["w1"][expert], biases[0])
+                gated = inner.new_empty(len(rows), inner.shape[1] // 2)
+                apply_moe_activation(named["activation"], gated, inner)
+                states = nn.functional.linear(gated, named["w2"][expert], biases[1])
+                weighted = states * named["topk_weights"][rows, places, None]
+                output.index_add_(0, rows, weighted.to(output.dtype))
+
     # vLLM would pack the weights for the CPU once, after which new weights could not be loaded.
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
+    for name in ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts", "ArmCPUUnquantizedExperts"):
+        setattr(cpu_moe, name, _PlainExperts)
 
 
 class WeightReceiver:

@@ -1,0 +1,91 @@
+"""Mixtures of experts in vLLM: log-probs after the second sync are transformers' own."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from devices import skip_without_vllm
+from test_engine import (
+    CLOSE,
+    ENGINES,
+    EOS,
+    OTHER_EOS,
+    PADDED,
+    VOCAB,
+    make_tokenizer,
+    run,
+    some_requests,
+    start_vllm,
+)
+from test_families import EXPERTS, GROUPS, MIXED
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZE: dict[str, Any] = {
+    "vocab_size": PADDED,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": [EOS, OTHER_EOS],
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+WIDE = {"moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS | WIDE,
+    "olmoe": MIXED,
+    "mixtral": MIXED,
+    "granitemoe": MIXED,
+    "glm4_moe": GROUPS | WIDE,
+}
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if isinstance(model.get_parameter_or_buffer(name), nn.Parameter) and tensor.ndim > 1:
+            tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5, generator=generator)
+        else:
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+@pytest.mark.vllm
+@ENGINES
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "qwen3_moe" else [pytest.mark.families])
+        for kind in FAMILIES
+    ],
+)
+def test_log_probs_are_the_librarys_after_the_second_sync(kind: str, tmp_path: Path) -> None:
+    skip_without_vllm()
+    config = AutoConfig.for_model(kind, **SIZE | FAMILIES[kind])
+    kinds: Any = AutoModelForCausalLM
+    config.architectures = [kinds._model_mapping[type(config)].__name__]
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    engine = start_vllm(tmp_path, cast(Any, config), make_tokenizer(), 2)
+    try:
+        for seed in (0, 1):
+            randomize(model, seed)
+            engine.load_weights(model.state_dict().items())
+        rows = run(engine, some_requests(12))
+    finally:
+        engine.close()
+    for row in rows.values():
+        tokens = torch.tensor([row.prompt + row.response])
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits[0, len(row.prompt) - 1 : -1, :VOCAB]
+        due = logits.log_softmax(-1).gather(-1, torch.tensor(row.response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row.logprobs), due, rtol=0, atol=CLOSE)

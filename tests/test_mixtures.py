@@ -1,0 +1,136 @@
+"""Runs of mixtures of experts against the single-process PPO, whose experts are a loop; resumed
+runs are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import SMALL, main_rank
+from test_flagship import REWARD, compare, reference, run
+from test_lora import RANK, assert_same, begun, figures
+from test_windows import LENGTHS, WINDOW, check
+from tiers import wide
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from splitppo.config import LoraConfig
+from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
+from splitppo.run import checkpoint
+
+COLOCATED = {"placement__mode": "colocated"}
+SEQUENCE = {**COLOCATED, "fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}
+LAYERS = {"compute__activation_checkpointing": "", "compute__compile": "on"}
+
+
+def write_mixture(folder: Path, kind: str, seed: int) -> None:
+    """A small random one with the embedded model's tokenizer."""
+    tiny = model_config()
+    make: Any = CONFIG_MAPPING[kind]
+    torch.manual_seed(seed)
+    config = make(
+        vocab_size=tiny.vocab_size,
+        hidden_size=32,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1024,
+        num_experts=6,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tiny.eos_token_id,
+        pad_token_id=tiny.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Inputs of runs, by the policy's type. OLMoE has a dense critic."""
+    made = {}
+    for kind in ("qwen3_moe", "olmoe"):
+        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        write_mixture(folder / "policy", kind, 1)
+        if kind == "olmoe":
+            build_tiny(folder / "value", seed=2)
+        else:
+            write_mixture(folder / "value", kind, 2)
+        (folder / "reward.py").write_text(REWARD)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference runs transformers' loop over experts."""
+    plain = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        return plain(*args, experts_implementation="eager", **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "changes"),
+    [
+        ("qwen3_moe", 2, {"placement__actor": 1}),
+        wide("olmoe", 3, {"placement__actor": 2, "compute__packing": "on"}),
+        wide("olmoe", 2, {**COLOCATED, "policy__offload": "all"}),
+        wide("qwen3_moe", 2, {**COLOCATED, "policy__offload": "all", "value__offload": "all"}),
+        wide("qwen3_moe", 2, {**SEQUENCE, "compute__packing": "on"}),
+        wide("olmoe", 2, SEQUENCE),
+        wide("qwen3_moe", 3, {"placement__actor": 2, **LAYERS}),
+        wide("olmoe", 2, {"placement__actor": 1, **LAYERS, "compute__packing": "on"}),
+    ],
+)
+def test_every_placement_is_the_paper(folders, tmp_path, kind, world, changes) -> None:
+    seen = run(folders[kind], tmp_path, world, **changes)
+    compare(seen, reference(folders[kind], seen))
+    for line in seen["lines"][:3]:
+        assert 1 / 6 <= line["actor/expert_share"] <= line["actor/expert_share_max"] <= 1
+    assert ("critic/experts_idle" in seen["lines"][3]) == (kind == "qwen3_moe")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_with_windows(folders, tmp_path, kind) -> None:
+    check(folders[kind], tmp_path, 3, LENGTHS, WINDOW, placement__actor=2, rollout__samples=2)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_adapters_beside_attention(folders, tmp_path, kind) -> None:
+    """And the router stays as it is in a run that freezes it."""
+    folder = folders[kind]
+    seen = run(folder, tmp_path, 2, placement__actor=1, policy__lora__rank=RANK)
+    adapters = {"policy": begun(folder / "policy", "policy", LoraConfig(RANK))}
+    compare(seen, reference(folder, seen, adapters=adapters))
+
+
+@pytest.mark.wide
+def test_a_router_that_is_frozen(folders, tmp_path) -> None:
+    folder = folders["qwen3_moe"]
+    seen = run(folder, tmp_path, 2, placement__actor=1, policy__freeze="router")
+    compare(seen, reference(folder, seen, policy_frozen=r"\.gate\."))
+
+
+@pytest.mark.wide
+def test_a_resumed_run_is_the_same_also_elsewhere(folders, tmp_path) -> None:
+    """Bit for bit in its own placement, and within rounding in another one."""
+    argv = [*SMALL, f"--policy.path={folders['qwen3_moe'] / 'policy'}", "--checkpoint.every=2"]
+    for name, steps in (("whole", 4), ("cut", 2), ("moved", 2)):
+        run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / name}", f"--steps={steps}"])
+    run_ranks(2, main_rank, [*argv, f"--run-dir={tmp_path / 'cut'}", "--steps=4"])
+    alone = ["--placement.mode=colocated", f"--run-dir={tmp_path / 'moved'}", "--steps=4"]
+    run_ranks(1, main_rank, [*argv, *alone])
+    for role in checkpoint.ROLES:
+        assert_same(figures(tmp_path / "cut", role), figures(tmp_path / "whole", role))
+        moved, whole = (figures(tmp_path / name, role) for name in ("moved", "whole"))
+        loss = {"actor": "actor/pg_loss", "critic": "critic/vf_loss"}[role]
+        losses = [[steps[step][loss] for step in (1, 2, 3, 4)] for steps in (moved, whole)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
