@@ -125,6 +125,29 @@ def test_the_pages_judge_keeps_the_limit_and_comes_back_when_it_may(serve: Any):
 
 
 @pytest.mark.ranks
+def test_no_more_calls_than_the_limit_are_under_way(tmp_path: Path):
+    """Each call lasts long enough for the others to come, and scores how many are there."""
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n"
+        "here = 0\n"
+        "async def count(**row):\n"
+        "    global here\n"
+        "    here += 1\n"
+        "    among = here\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    here -= 1\n"
+        "    return among\n"
+    )
+    for limit, most in ((3, 3), (None, 9)):
+        config = RewardConfig((f"{tmp_path}/mine.py:count",), concurrency=limit)
+        scorer = Scorer(config, {"addition"})
+        scored = scorer.submit([(Prompt("", [1], "addition", "7", {}), "7")] * 9)()
+        scorer.close()
+        assert not any(row.failures for row in scored)
+        assert (max(row.score for row in scored) <= 3) == (most == 3)
+
+
+@pytest.mark.ranks
 def test_the_pages_command_trains(serve: Any, tmp_path: Path):
     serve(1)
     (command,) = re.findall(r"^    torchrun --nproc_per_node 2 -m splitppo.train (.*)$", PAGE, re.M)
