@@ -1,7 +1,7 @@
 """Faults, injected into whole jobs: does the job end in time and say why, and does it go on as if
 nothing had been?
 
-    python tests/helpers/faults.py [--count 200] [--seed 0] [--placement P] [--kind K]
+    python tests/helpers/faults.py [--count 200] [--seed 0] [--placement P] [--kind K] [--policy F]
 
 Each injection picks a placement, a rank, a step, a moment and a kind of fault from the seed. The
 job runs under torch's elastic agent, as torchrun does it, but forked, to be quick. Half of the jobs
@@ -432,7 +432,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--placement", choices=PLACEMENTS, help="the only one")
     parser.add_argument("--kind", choices=KINDS, help="the only one")
+    parser.add_argument("--policy", help="the folder of another policy, such as a mixture")
     options = parser.parse_args()
+    if options.policy:
+        FLAGS.append(f"--policy.path={options.policy}")
     failed, longest, began = 0, 0.0, time.monotonic()
     placements = [options.placement] if options.placement else []
     kinds = [options.kind] if options.kind else KINDS

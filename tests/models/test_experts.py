@@ -233,6 +233,21 @@ def test_what_a_family_keeps_in_float32_stays(name: str, group: Any, tmp_path: P
         assert {*routed} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", *(wide(n) for n in FAMILIES if n != "qwen3-moe")])
+def test_an_export_is_the_folder_again(name: str, tmp_path: Path) -> None:
+    """Its tensors, and transformers' own model."""
+    start, out = tmp_path / "start", tmp_path / "out"
+    plain = written(start, configured(*PLAIN[name][:2])).state_dict()
+    model: Any = build(read_config(str(start)), "policy")
+    fill(model, str(start), device=CPU)
+    save(model, out, start, start)
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[weight], plain[weight]) for weight in plain)
+
+
 def test_what_experts_can_not_do_is_refused_by_name() -> None:
     config = configured("olmoe", EXPERTS)
     with pytest.raises(UserError, match="tensor_parallel=2: type 'olmoe' has experts"):

@@ -351,7 +351,7 @@ def test_fp8_is_read_as_the_floats_that_it_stands_for(mesh: Any, tmp_path: Path)
     check_rows(tmp_path / "fp8", plain, mesh, packs=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "olmo"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "olmo", "qwen3_moe"])
 def test_a_value_model_is_written_and_read_again(kind: str, mesh: Any, tmp_path: Path) -> None:
     """As the library's token classification where there is one, else as body and head."""
     plain = written(tmp_path / "policy", configured(kind, {}))
