@@ -22,6 +22,8 @@ from test_families import EXPERTS, GROUPS, MIXED
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from splitppo.engine.vllm.client import VLLMEngine
+
 SIZE: dict[str, Any] = {
     "vocab_size": PADDED,
     "hidden_size": 64,
@@ -56,6 +58,25 @@ def randomize(model: Any, seed: int) -> None:
             tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5, generator=generator)
         else:
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def test_a_bucket_holds_an_experts_matrices_of_one_dtype() -> None:
+    """And routers in float32, where the family keeps them so."""
+    config = AutoConfig.for_model("glm4_moe", **SIZE | FAMILIES["glm4_moe"])
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    cpu = torch.device("cpu")
+    engine = VLLMEngine(config, "", 0, None, device=cpu, dtype=torch.bfloat16)
+    engine._buckets = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)]
+    sums: dict[str, Any] = {}
+    filled = [entries for _, entries in engine._fill(model.state_dict().items(), sums)]
+    assert all(len({entry.dtype for entry in entries}) == 1 for entries in filled)
+    sent = {entry.name: entry for entries in filled for entry in entries}
+    assert sent.keys() == sums.keys()
+    exact = {name for name, entry in sent.items() if entry.dtype == torch.float32}
+    gate = "model.layers.1.mlp.gate"
+    assert exact == {f"{gate}.weight", f"{gate}.e_score_correction_bias"}
+    assert sent["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (64, 32)
+    assert sums["model.layers.1.mlp.experts.3.down_proj.weight"][0] == 64 * 32
 
 
 @pytest.mark.vllm

@@ -319,6 +319,16 @@ def test_what_nothing_was_sent_for_is_named() -> None:
     assert compare([told | {"v": (4, 1)}], [received.report()]) == (["v"], ["v"])
 
 
+def test_a_router_that_the_engine_holds_less_exactly_is_compared_as_it_holds_it() -> None:
+    received = Received(Model((8, 6), lambda held, sent: held.copy_(sent["w"])))
+    exact = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    told = {"w": (exact.numel(), int(checksum(exact)))}
+    received.load({"w": exact})
+    assert compare([told], [received.report()]) == ([], [])
+    received.model.weight.data[3, 1] += 1
+    assert compare([told], [received.report()]) == ([], ["weight"])
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_workers_have_all_of_a_tensor_together(axis: int) -> None:
     tensors = {"w": some(8, 6)}
