@@ -95,7 +95,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     ),
     (
         lambda v: _is_object(v),
-        """must be a JSON object, as '{"enable_thinking": false}'""",
+        """must be a JSON object that has each name once, as '{"NAME": 1}'""",
         "data.chat_kwargs data.task_settings env.settings",
     ),
 )

@@ -267,6 +267,10 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
         yield Row(f"{task} row {index}", text, task, answer, {"index": index})
 
 
+def _without_null_seed(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if (name, value) != ("seed", None)}
+
+
 @functools.cache
 def _make_gym(name: str, settings: str, seed: int) -> list[Row]:
     """All rows of a task of reasoning_gym, by number. With `composite` they are of several tasks.
@@ -277,12 +281,15 @@ def _make_gym(name: str, settings: str, seed: int) -> list[Row]:
     gym = importlib.import_module("reasoning_gym.composite")
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     need_known(name, known, where)
-    table = json.loads(settings)
+    # reasoning_gym would draw a seed of null anew on each rank
+    table = json.loads(settings, object_hook=_without_null_seed)
     for setting in table:
         need_known(setting, [field.name for field in fields(known[name][1])], where)
     random.seed(seed)  # some tasks draw from this generator
     # neighbouring seeds of a task share all rows but one
     table = {"seed": random.getrandbits(32), "size": _MAX_ROWS, **table}
+    if type(table["size"]) is not int:
+        raise UserError(f"{where}: size={table['size']!r} must be a number of rows; use 4000")
     try:
         parts = [gym.DatasetSpec(**part) for part in table.pop("datasets", ())]
         mixed = {"datasets": parts} if parts else {}

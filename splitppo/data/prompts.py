@@ -105,7 +105,7 @@ def load_prompts(
                 "shorten it, or drop the row"
             )
             for i, prompt in taught.items()
-            if len(prompt.tokens) > teacher_most
+            if i in rows and len(prompt.tokens) > teacher_most
         }
         prompts = {i: replace(prompt, teacher=taught.get(i)) for i, prompt in prompts.items()}
         wrong = {

@@ -70,7 +70,7 @@ def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game
         raise UserError(
             f"{wrong}: the game does not begin with one player and env.settings={settings} "
             f"({one_line(repr(error))[:300]}); choose other settings (it has "
-            f"{known[name].kwargs}) or another game, none for several players"
+            f"{known[name].kwargs}) or another game for one player"
         ) from error
     return make
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from splitppo.errors import UserError
+from splitppo.errors import UserError, one_line
 from splitppo.models.attention import PACKED
 from splitppo.models.heads import PolicyModel, SharedModel, ValueModel
 from splitppo.models.names import FolderNames
@@ -189,10 +189,10 @@ def bound(
     """A model's configuration with the range of its values, if it is a value model that has one.
     Raises UserError if the folder's head was trained for another one."""
     trained = getattr(config, "value_range", None)
-    if trained and tuple(trained) != value_range:
+    if trained and trained != [*(value_range or ())]:
         raise UserError(
             f"{folder}: its head gives logits of bounded values; only value.path can name it, "
-            "with --value.range {:g} {:g}".format(*trained)
+            f"with --value.range as config.json has it, value_range={one_line(repr(trained))[:100]}"
         )
     if value_range:
         cast(Any, config).value_range = [*value_range]

@@ -22,7 +22,8 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 def top_k(model: nn.Module) -> int:
     """Experts to which a token goes in a layer."""
-    return cast(Any, model).config.num_experts_per_tok
+    config = cast(Any, model).config
+    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts
 
 
 def active(model: nn.Module) -> int:

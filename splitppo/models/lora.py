@@ -89,12 +89,16 @@ class Adapter(Trainable):
 
     def layers(self, model: nn.Module) -> list[str]:
         """The linear layers that get adapters. Raises a UserError if a target matches none."""
+        # peft takes these names for the experts' weights, wherever a layer of the name stands
+        stacks = cast(Any, model).folder_names.stacks
+        of_experts = {key.split(".")[-2] for stack in stacks for key in stack.source_patterns}
         names = [
             hf_name(name)
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear)
             and name.startswith(f"{model.base_model_prefix}.")
             and not re.search(ADAPTER, f"{name}.weight")
+            and name.rpartition(".")[2] not in of_experts
         ]
         chosen = set()
         for target in self.settings.targets or ("",):

@@ -166,6 +166,9 @@ def changes(
                 tomllib.loads(toml.to_toml(absolute(config, folder))),
             )
         )
+        # a setting that the run's version lacked was as by default
+        plain = toml.leaves(tomllib.loads(toml.to_toml(Config())))
+        before = {name: toml.toml_value(value) for name, value in plain} | before
         now |= {
             name: before[name] if before[name] in same else "no setting of this version"
             for name, same in toml.GONE.items()

@@ -7,7 +7,9 @@ A worker imports this package: no torch, no numpy.
 
 import importlib.util
 import inspect
+import math
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -156,7 +158,8 @@ def describe(error: BaseException) -> str:
     last line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
-    text = one_line("".join(traceback.format_exception_only(error)))[:300]
+    text = "".join(traceback.format_exception_only(error))
+    text = one_line(re.sub(rf"^{IMPORTED}\w*\.", "", text))[:300]
     frames = [*traceback.walk_tb(error.__traceback__)]
     user_frames = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
     frame, line = (user_frames or frames)[-1]
@@ -195,10 +198,10 @@ def retry_after(error: BaseException | None) -> float:
         response = getattr(error, "response", None)
         headers = getattr(error if response is None else response, "headers", None) or {}
         named = {str(name).lower(): value for name, value in headers.items()}
-        wait = str(named.get("retry-after", getattr(error, "retry_after", None)))
-        if wait.replace(".", "", 1).isdecimal():
-            return float(wait)
-        date = parsedate_to_datetime(wait).replace(tzinfo=UTC)  # HTTP's dates are of UTC
+        wait: Any = named.get("retry-after", getattr(error, "retry_after", None))
+        if isinstance(wait, int | float) or str(wait).replace(".", "", 1).isdecimal():
+            return float("inf") if math.isnan(float(wait)) else float(wait)
+        date = parsedate_to_datetime(str(wait)).replace(tzinfo=UTC)  # HTTP's dates are of UTC
         return (date - datetime.now(UTC)).total_seconds()
     return retry_after(error.__cause__ or error.__context__) if error else float("inf")
 

@@ -248,11 +248,24 @@ def test_an_export_is_the_folder_again(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[weight], plain[weight]) for weight in plain)
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3-next", "deepseek-v3"])
+def test_adapters_are_beside_linear_layers_alone(name: str) -> None:
+    """peft would put those of layers that are called as an expert's on the experts."""
+    model = build(configured(*PLAIN[name][:2]), "policy")
+    Adapter("policy", LoraConfig(rank=2)).add(model)
+    names = [weight for weight, _ in model.named_parameters() if "lora_" in weight]
+    assert names
+    assert not [weight for weight in names if "experts" in weight]
+
+
 def test_what_experts_can_not_do_is_refused_by_name() -> None:
     config = configured("olmoe", EXPERTS)
     with pytest.raises(UserError, match="tensor_parallel=2: type 'olmoe' has experts"):
         check_plan(config, "policy", 2, "fsdp")
     with pytest.raises(UserError, match=r"lora\.targets=gate_up_proj .* experts"):
         count(config, Adapter("policy", LoraConfig(rank=2, targets=("gate_up_proj",))))
+    shared = configured(*PLAIN["glm4-moe"][:2])
+    with pytest.raises(UserError, match=r"lora\.targets=gate_proj .* experts"):
+        count(shared, Adapter("policy", LoraConfig(rank=2, targets=("gate_proj",))))
     with pytest.raises(UserError, match="freeze=router matches no weight"):
         freeze(build(configured("llama", {}), "policy"), ["router"], "policy.freeze")

@@ -246,8 +246,16 @@ def test_logits_of_bounded_values_are_read_with_their_bounds_alone(
             model = describe(config, name, "x", path, "")
             assert vars(model.config)["value_range"] == [0.0, 1.0]
     else:
-        with pytest.raises(UserError, match=r"x: .* --value.range 0 1$"):
+        with pytest.raises(UserError, match=r"x: .* --value.range .*=\[0.0, 1.0\]$"):
             describe(config, name, "x", str(tmp_path), "")
+
+
+@pytest.mark.parametrize("wrong", [5, "01", [0], [0, 1, 2], {"a": 1}, [None, None]])
+def test_bounds_that_are_none_are_a_short_line(wrong: Any, tmp_path: Path) -> None:
+    written(tmp_path, configured("llama", {"num_labels": 1, "value_range": wrong}))
+    config = Config(value=ValueConfig(range=(0.0, 1.0)))
+    with pytest.raises(UserError, match=r"^[^\n]*value_range="):
+        describe(config, "value", "x", str(tmp_path), "")
 
 
 def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) -> None:

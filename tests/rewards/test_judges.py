@@ -185,6 +185,9 @@ class Falsy(SimpleNamespace):
     [
         (refusal(retry_after=3), 3),
         (refusal(retry_after=1.5), 1.5),
+        (refusal(retry_after=1e-05), 1e-05),
+        (refusal(retry_after=-1), -1),
+        (refusal(retry_after=float("nan")), NEVER),
         (refusal(headers={"retry-after": "20"}), 20),
         (refusal(headers={"RETRY-AFTER": "20"}, retry_after=3), 20),
         (refusal(response=SimpleNamespace(headers=httpx.Headers({"Retry-After": "7"}))), 7),

@@ -20,7 +20,7 @@ from splitppo.config import RewardConfig
 from splitppo.errors import UserError
 from splitppo.rewards.scorer import Scored, Scorer, say_failures
 from splitppo.rollout import Prompt
-from splitppo.workers import Failure
+from splitppo.workers import Failure, describe, find_in_file
 
 pytestmark = pytest.mark.ranks  # its workers are processes
 
@@ -517,3 +517,12 @@ def test_infinities_do_not_reach_the_sum(tmp_path: Path) -> None:
     assert kinds([row]) == ["invalid"]
     assert "'extra' is not a finite number" in row.failures[0].text
     assert row.score == -1
+
+
+def test_an_exception_of_the_users_file_has_the_name_that_it_has_there(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("class Busy(Exception): ...\ndef score(**_):\n    raise Busy('429')\n")
+    score = find_in_file(f"{file}:score", "reward.function", "reward", "function")
+    with pytest.raises(Exception, match="429") as caught:
+        score()
+    assert describe(caught.value) == f"Busy: 429 ({file}, line 3, in score)"

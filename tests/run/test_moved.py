@@ -287,6 +287,10 @@ def test_files_are_compared_by_their_contents(
     for same in ("a", "b", f"{tmp_path}/b"):
         config, inputs = read(same)
         assert run_files.changes(config, tmp_path, inputs) == []
+    # a version without these settings wrote none
+    known = [line for line in to_toml(config).splitlines() if not line.startswith("task")]
+    (tmp_path / "config.toml").write_text("\n".join(known))
+    assert run_files.changes(config, tmp_path, inputs) == []
     for other, name in (
         ({"files": "two one"}, "data.files"),
         ({"function": "g"}, "reward.function"),

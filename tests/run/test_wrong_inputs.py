@@ -103,7 +103,7 @@ BOUNDS = [
 (-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
 ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
     reward.function reward.validation
-[1] | must be a JSON object, as '{"enable_thinking": false}' | data.chat_kwargs
+[1] | must be a JSON object that has each name once, as '{"NAME": 1}' | data.chat_kwargs
     data.task_settings env.settings
 { | must be a JSON object | data.chat_kwargs
 1.01 | must lie between 0 and 1 | ppo.gamma ppo.lam_value policy.optim.min_lr_ratio
