@@ -37,13 +37,13 @@ CONFIGS = {1: "addition", 2: "two_digits"}
 
 def environment(options: argparse.Namespace, place: int) -> dict[str, str]:
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    found = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if options.mps:  # its server of this GPU shows that one alone
         pipes = f"{options.mps}/{place % options.gpus}"
-        return found | {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_VISIBLE_DEVICES": "0"}
+        return variables | {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_VISIBLE_DEVICES": "0"}
     if options.gpus:
-        return found | {"CUDA_VISIBLE_DEVICES": str(place % options.gpus)}
-    return found
+        return variables | {"CUDA_VISIBLE_DEVICES": str(place % options.gpus)}
+    return variables
 
 
 def read_run(folder: Path, arm: str, seed: int, rows: int) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def make_runs(arms: Sequence[str], options: argparse.Namespace, flags: list[str]
             folder = options.out / "runs" / f"{arm}_{seed}"
             teacher = options.out / "runs" / f"ppo_{options.seeds[0]}" / "export"
             steps = options.steps if arm == "ppo" else options.student_steps
-            own = SCORED if arm == "ppo" else STUDENTS[arm]
+            reward = SCORED if arm == "ppo" else STUDENTS[arm]
             path = [] if arm == "ppo" else ["--teacher.path", str(next(teacher.glob("*/policy")))]
             command = [
-                sys.executable, "-m", "splitppo.train", *flags, *own, *path, "--seed", str(seed),
+                sys.executable, "-m", "splitppo.train", *flags, *reward, *path, "--seed", str(seed),
                 "--steps", str(steps), "--run-dir", str(folder), "--checkpoint.every", "0",
                 "--checkpoint.keep", "1",
                 "--checkpoint.last" if arm == "ppo" else "--checkpoint.no-last",
