@@ -167,6 +167,9 @@ class Policy:
             say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
         metrics = learning_metrics("actor", "pg_loss", figures, names)
         metrics |= importance
+        # 0 in a step without an update
+        squares = metrics.pop("actor/ratio_square") or 1.0
+        metrics["actor/ratio_ess"] = metrics["actor/ratio_mean"] ** 2 / squares
         self.trained |= len(figures) > metrics["actor/skipped"]
         rate = self.learner.learning_rate(step) if step > self.learner.waited else 0.0
         return metrics | {"actor/lr": rate}
@@ -268,11 +271,14 @@ class Policy:
 
 
 class Surrogate:
-    """The loss of the advantages: here PPO's. `metrics`: names of those that it has."""
+    """The loss of the advantages: here PPO's. `metrics`: names of those that it has; `ratios`: of
+    those that any loss has."""
+
+    ratios = ("ppo_kl", "ratio_mean", "ratio_square", "ratio_clamped")
 
     def __init__(self, context: Context):
         self.ppo = context.config.ppo
-        self.metrics = ["ppo_kl", "ratio_mean", "ratio_clamped", "pg_clipfrac", "pg_clipfrac_lower"]
+        self.metrics = [*self.ratios, "pg_clipfrac", "pg_clipfrac_lower"]
         self.metrics += ["pg_lost", "pg_advantage"] * (self.ppo.clip_mode == "mask")
 
     def run(
@@ -300,7 +306,7 @@ class UsersLoss(Surrogate):
     def __init__(self, context: Context, function: Callable[..., Tensor]):
         super().__init__(context)
         self.function = function
-        self.metrics = ["ppo_kl", "ratio_mean", "ratio_clamped"]
+        self.metrics = [*self.ratios]
 
     def run(
         self, logprobs: Tensor, columns: Fields, lengths: Tensor

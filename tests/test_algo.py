@@ -410,6 +410,7 @@ def test_policy_loss_and_metrics_are_means_over_the_mask():
     same(metrics["pg_clipfrac"], 2 / 4)
     same(metrics["pg_clipfrac_lower"], 1 / 4)
     same(metrics["ratio_mean"], (1.5 + 1.0 + 0.5 + 4.0) / 4)
+    same(metrics["ratio_square"], (1.5**2 + 1.0 + 0.5**2 + 4.0**2) / 4)
     same(metrics["ppo_kl"], -math.log(1.5 * 0.5 * 4.0) / 4)
     assert not any(value.requires_grad or value.dim() for value in metrics.values())
     assert {value.dtype for value in metrics.values()} == {torch.float64}  # of the log-probs

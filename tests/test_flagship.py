@@ -366,6 +366,9 @@ def compare(seen: dict, due: dict, *, rtol: float = 1e-5) -> None:
             torch.testing.assert_close(
                 norm, getattr(due["results"][step], norms), rtol=1e-5, atol=2e-6
             )
+    for line, result in zip(seen["lines"], due["results"], strict=False):
+        ess = result.ess if result.ratios else 0.0
+        assert line["actor/ratio_ess"] == pytest.approx(ess, rel=1e-4)
     for kind in ("policy", "value"):
         for name, weight in seen[kind].items():
             torch.testing.assert_close(

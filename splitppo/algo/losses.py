@@ -77,9 +77,9 @@ def policy_loss(
 
     Metrics, detached means over the tokens: `ppo_kl` mean of old - new log-prob; `pg_clipfrac`
     share of tokens whose clipped term is the larger loss; `pg_clipfrac_lower` share that the dual
-    clip bounds; `ratio_mean`; `ratio_clamped` share whose log-ratio is clamped; with `mask`,
-    `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are the means of
-    the size of their advantages and of all.
+    clip bounds; `ratio_mean`; `ratio_square`; `ratio_clamped` share whose log-ratio is clamped;
+    with `mask`, `pg_clipfrac` is the share of tokens left out, and `pg_lost` and `pg_advantage` are
+    the means of the size of their advantages and of all.
     """
     check_shapes(1, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     advantages = advantages.detach()
@@ -103,6 +103,7 @@ def policy_loss(
         "pg_clipfrac": changed,
         "pg_clipfrac_lower": bounded,
         "ratio_mean": ratio,
+        "ratio_square": ratio.square(),
     }
     figures["ratio_clamped"] = log_ratio.abs() > LOG_RATIO
     if mode == "mask":

@@ -106,6 +106,14 @@ class StepResult:
     policy_grad_norms: list[float]
     value_grad_norms: list[float]
     kl: float  # mean over the rows of the KL to the reference, summed over a row's tokens
+    ratios: list[Tensor] = field(default_factory=list)  # of the tokens of each optimizer step
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size, a share of the tokens; an optimizer step counts as another."""
+        means = torch.stack([r.mean() for r in self.ratios])
+        squares = torch.stack([(r * r).mean() for r in self.ratios])
+        return float(means.mean() ** 2 / squares.mean())
 
 
 def run(model: Any, row: Row) -> Tensor:
@@ -419,7 +427,7 @@ def ppo_step(
     ]
     result = StepResult([], [], [], [], sum(kls) / len(kls))
     for rows in step.mini_batches * h.epochs if learns else []:
-        token_losses = []
+        token_losses, ratios = [], []
         if not kept(rows, step, h):
             continue
         for i in kept(rows, step, h):
@@ -429,9 +437,11 @@ def ppo_step(
                 every = torch.log_softmax(run(policy, step.rows[i]) / h.temperature, dim=-1)
                 bonus = bonus + h.coef * divergence_of(every, said[i], h)
             of_row = logp, old[i], adv[i]
+            ratios.append(torch.exp(bounded(logp - old[i])).detach())
             surrogate = h.loss(*of_row, ref[i]) if h.loss else policy_loss(*of_row, h)
             token_losses.append(surrogate * weights[i] + bonus)
         loss = aggregate(token_losses, h.aggregate)
+        result.ratios.append(torch.cat(ratios))
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
     epochs = h.pretrain_epochs if pretrains else h.value_epochs or h.epochs
