@@ -22,7 +22,7 @@ RUN python3 -m venv /venv
 COPY requirements.txt /source/
 RUN pip install --no-cache-dir --requirement /source/requirements.txt
 
-COPY pyproject.toml README.md LICENSE /source/
+COPY pyproject.toml setup.py README.md LICENSE /source/
 COPY splitppo /source/splitppo
 COPY configs /source/configs
 RUN pip install --no-cache-dir --no-deps /source

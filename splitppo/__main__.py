@@ -4,6 +4,7 @@ it."""
 import importlib
 import sys
 
+from splitppo import __version__
 from splitppo.config.cli import parse, read_call
 from splitppo.errors import UserError, command, words
 from splitppo.run import launcher
@@ -32,8 +33,11 @@ def main() -> int:
     """Returns the exit status of the command that the first argument names."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: splitppo COMMAND ...   (each has its own --help)\n")
+        print("usage: splitppo COMMAND ... | --version   (each command has its own --help)\n")
         print("\n".join(f"  {known:<8} {what}" for known, (_, what) in COMMANDS.items()))
+        return 0
+    if name == "--version":
+        print(f"splitppo {__version__}")
         return 0
     if name not in COMMANDS:
         raise UserError(f"splitppo {name}: no such command; use one of {', '.join(COMMANDS)}")

@@ -9,12 +9,26 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import distributions
 from typing import Any
 
 OTHER = "; fix that, or name another path"
 FREE = "; free space on that disk, or choose another --run-dir"
 CLEAR = "\r\x1b[K"  # empties a terminal's line
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
+
+
+def find_docs() -> str:
+    """Where the pages are that messages name: the address that a release has in its metadata, else
+    the folder of a clone."""
+    for package in distributions(name="splitppo"):
+        for url in package.metadata.get_all("Project-URL", []):
+            if url.startswith("Documentation, "):
+                return os.path.dirname(url.split(", ")[1])
+    return "docs"
+
+
+DOCS = find_docs()
 
 
 class UserError(Exception):

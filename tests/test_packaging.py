@@ -1,27 +1,34 @@
-"""The wheel and the sdist: what is inside, and the first commands after an install, from an empty
-folder."""
+"""The wheel and the sdist: what is inside, what an index shows of them, and the first commands
+after an install, from an empty folder."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
+import torch
+
+from splitppo import __version__
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import setuptools.build_meta as build; build.build_sdist({!r}); build.build_wheel({!r})"
+DESCRIBE = "import setuptools.build_meta as build; build.prepare_metadata_for_build_wheel({!r})"
+FILES = "https://host.example/owner/splitppo/blob/v0"  # of a release
+LINK = re.compile(r"\]\((?!#)([^)]+)\)")
 
 
-def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
-    environ = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COLUMNS")
-    }
-    environ |= {"PYTHONPATH": str(path)} if path else {}
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    environ = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environ |= {"PYTHONPATH": "", **variables}
     done = subprocess.run(
-        [*command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=120
+        [*command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -31,6 +38,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def metadata(wheel: dict[str, bytes]) -> Message:
+    (text,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(text)
 
 
 @pytest.fixture(scope="module")
@@ -44,35 +56,67 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, clone)
     return clone
 
 
 @pytest.fixture(scope="module")
 def built(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist."""
+    """A folder with the wheel and the sdist of a release."""
     out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-c", BUILD.format(str(out), str(out)), cwd=clone)
+    build = BUILD.format(str(out), str(out))
+    run(sys.executable, "-c", build, cwd=clone, SPLITPPO_FILES=FILES)
     return out
 
 
 def test_wheel_holds_the_package_and_the_presets_that_need_no_clone(built: Path) -> None:
-    found = contents(built)
+    wheel = contents(built)
     due = {path.relative_to(ROOT): path for path in (ROOT / "splitppo").rglob("*.py")}
     others = [ROOT / "splitppo/py.typed", ROOT / "splitppo/config/tiny.toml"]
     others += (ROOT / "splitppo/tools/web").iterdir()
     due |= {path.relative_to(ROOT): path for path in others}
+    presets = Path("splitppo/config/presets")
     for preset in (ROOT / "configs").glob("*/*.toml"):
-        if '"configs/' not in preset.read_text():  # a setting that names a file of the clone
-            recipe = [preset, *preset.parent.glob("*.py")]
-            due |= {
-                Path("splitppo/config/presets") / file.relative_to(ROOT / "configs"): file
-                for file in recipe
-            }
-    assert {name for name in found if ".dist-info/" not in name} == {str(path) for path in due}
-    assert all(found[str(path)] == file.read_bytes() for path, file in due.items())
-    assert any(name.endswith("licenses/LICENSE") for name in found)
+        # scripts of a clone make what lies in models/; the hub has the others' models
+        if not re.search('"(?:configs|models)/', preset.read_text()):
+            due[presets / preset.relative_to(ROOT / "configs")] = preset
+    assert {name for name in wheel if ".dist-info/" not in name} == {str(path) for path in due}
+    assert all(wheel[str(path)] == file.read_bytes() for path, file in due.items())
+
+
+def test_licences_of_what_is_inside(built: Path) -> None:
+    about = metadata(contents(built))
+    assert about["License-Expression"] == "Apache-2.0 AND MIT"
+    assert about.get_all("License-File") == ["LICENSE", "splitppo/tools/web/uplot.LICENSE"]
+    for file in about.get_all("License-File", []):
+        (text,) = (
+            text for name, text in contents(built).items() if name.endswith(f"licenses/{file}")
+        )
+        assert text == (ROOT / file).read_bytes()
+
+
+def test_an_index_shows_readme_with_links_to_the_files_of_the_release(built: Path) -> None:
+    """Else with none to a file."""
+    about = metadata(contents(built))
+    links = LINK.findall(about.get_payload())
+    assert len(links) > 20
+    for link in links:
+        file = link.removeprefix(f"{FILES}/").partition("#")[0]
+        assert (ROOT / file).is_file() if link.startswith(FILES) else link.startswith("https://")
+    urls = dict(url.split(", ") for url in about.get_all("Project-URL", []))
+    assert urls.pop("Source") == "https://host.example/owner/splitppo"
+    assert urls.keys() == {"Documentation", "Changelog"}
+    assert all((ROOT / url.removeprefix(FILES + "/")).is_file() for url in urls.values())
+
+
+def test_readme_has_no_links_to_files_without_their_address(clone: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-c", DESCRIBE.format(str(tmp_path)), cwd=clone, SPLITPPO_FILES="")
+    (file,) = tmp_path.glob("*/METADATA")
+    about = message_from_bytes(file.read_bytes())
+    assert about["Project-URL"] is None
+    assert all(link.startswith("https://") for link in LINK.findall(about.get_payload()))
+    assert "\n## Limits\n" in about.get_payload()
 
 
 def test_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
@@ -83,36 +127,49 @@ def test_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     assert contents(tmp_path) == contents(built)
 
 
-def test_first_commands_after_an_install(built: Path, tmp_path: Path) -> None:
+def test_first_words_after_an_install(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     target, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    install = (
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-compile",
-        "--target",
-        target,
-        wheel,
-    )
-    run(sys.executable, *install, cwd=empty)
-    where = run(
-        sys.executable, "-c", "import splitppo; print(splitppo.__file__)", cwd=empty, path=target
-    )
-    assert Path(where.strip()).is_relative_to(target)
-    assert "prepare" in run(
-        sys.executable, target / "bin" / "splitppo", "--help", cwd=empty, path=target
-    )
-    # a preset by its name, and the settings of the embedded model
-    flags = ("--config=smollm2/two_digits", "--policy.path=tiny", "--dry-run", "--world-size=2")
-    said = run(sys.executable, "-m", "splitppo.train", *flags, cwd=empty, path=target)
-    assert "digits = 2" in said
-    assert "resolved: " in said
+    install = "-m pip install --quiet --no-index --no-deps --no-compile --target".split()
+    run(sys.executable, *install, target, wheel, cwd=empty)
+
+    def python(*words: str | Path) -> str:
+        return run(sys.executable, *words, cwd=empty, PYTHONPATH=str(target)).strip()
+
+    assert Path(python("-c", "import splitppo; print(splitppo.__file__)")).is_relative_to(target)
+    assert "prepare" in python(target / "bin" / "splitppo", "--help")
+    version = python(target / "bin" / "splitppo", "--version")
+    assert version == f"splitppo {__version__}"
+    assert version.endswith(metadata(contents(built))["Version"])
+    # a message that names a page
+    lines = "from splitppo.config.cli import kept_rates, parse"
+    flags = ["--config=gsm8k/qwen2.5_0.5b", "--policy.lora.rank=8"]
+    warned = python("-c", f"{lines}; print(kept_rates(parse({flags}), {flags}))")
+    (page,) = re.findall(r"\((https://\S+)\)", warned)
+    assert (ROOT / page.removeprefix(f"{FILES}/")).is_file()
+    assert "resolved: " in python("-m", "splitppo.train", "--dry-run", "--world-size=2")
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.wide
+def test_the_first_command_eval_and_report_from_the_wheel_alone(
+    built: Path, tmp_path: Path
+) -> None:
+    """In an environment with nothing but the wheel and what it needs, which pip fetches."""
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=True)
+    programs = tmp_path / "venv" / "bin"
+    torch_here = f"torch=={torch.__version__}"
+    run(programs / "pip", "install", "--quiet", "--no-compile", torch_here, wheel, cwd=tmp_path)
+    run(programs / "pip", "check", cwd=tmp_path)
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (first,) = re.findall(r"&& (torchrun .* && splitppo report)$", readme, re.M)
+    lines = run("bash", "-ec", f"{first} && splitppo eval runs/*", cwd=tmp_path, **variables)
+    assert re.search(r"held-out     score 0\.000 at step 0, 1\.000 at step", lines), lines
+    (page,) = tmp_path.glob("runs/*/report.html")
+    assert "uPlot" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", ["pyright --pythonpath", "mypy --python-executable"])

@@ -185,7 +185,7 @@ class LogConfig:
     trackers: tuple[str, ...] = ()
     """More places for the metrics: `wandb` (its WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
     work), `tensorboard` (RUN/tensorboard), `trackio`, `mlflow`, or `path/to/file.py:Name`, a class
-    with write() and close() (docs/parts.md)."""
+    with write() and close() (the documentation's page `parts`)."""
 
 
 @dataclass(frozen=True)

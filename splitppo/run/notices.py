@@ -12,6 +12,7 @@ from operator import itemgetter, sub
 from pathlib import Path
 from statistics import fmean
 
+from splitppo.errors import DOCS
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail
 from splitppo.run.resolve import Resolved
@@ -27,19 +28,19 @@ READ = (
 )
 SENTENCES = {
     "failing": "a reward fails on every row: it has a bug, or its service is down "
-    "(docs/rewards.md)",
-    "nothing": "score, loss and gradient are 0: the reward pays for no answer (docs/rewards.md)",
-    "flat": "all rows have one score: can the reward read these answers? (docs/rewards.md)",
+    f"({DOCS}/rewards.md)",
+    "nothing": f"score, loss and gradient are 0: the reward pays for no answer ({DOCS}/rewards.md)",
+    "flat": f"all rows have one score: can the reward read these answers? ({DOCS}/rewards.md)",
     "cut": "every row ends at a limit: rollout.max_new_tokens is too small, or no turn ends "
-    "(docs/failures.md)",
-    "critic": "the values are far worse than a constant: lower value.optim.lr (docs/critic.md)",
+    f"({DOCS}/failures.md)",
+    "critic": f"the values are far worse than a constant: lower value.optim.lr ({DOCS}/critic.md)",
     "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef "
-    "(docs/failures.md)",
+    f"({DOCS}/failures.md)",
     "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr "
-    "(docs/failures.md)",
-    "memory": "GPU memory is short: the allocator freed its cache to go on (docs/memory.md)",
+    f"({DOCS}/failures.md)",
+    "memory": f"GPU memory is short: the allocator freed its cache to go on ({DOCS}/memory.md)",
     "held-out": "held-out scores fall while training's rise: stop earlier, or more data "
-    "(docs/failures.md)",
+    f"({DOCS}/failures.md)",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from splitppo.config import Config
 from splitppo.config.toml import leaves
-from splitppo.errors import UserError, need, one_line, warn
+from splitppo.errors import DOCS, UserError, need, one_line, warn
 from splitppo.placement import ROLES, Role
 from splitppo.run.files import Tail, parse_record, read_file, write_whole
 from splitppo.workers import find_in_file
@@ -37,7 +37,7 @@ def find_tracker(name: str) -> Any:
     tracker = find_in_file(name, "log.trackers", "tracker", words)
     if not all(callable(getattr(tracker, method, None)) for method in ("write", "close")):
         raise UserError(
-            f"log.trackers={name} has no methods write and close; write it as docs/parts.md says"
+            f"log.trackers={name} has no methods write and close; write it as {DOCS}/parts.md says"
         )
     return tracker
 
