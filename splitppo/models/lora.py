@@ -189,7 +189,7 @@ class Adapter(Trainable):
 
     def cost(self, cost: Cost) -> Cost:
         # a layer's output is the sum of two products; compiled, checkpointing keeps both: measured
-        # on GPUs, to 0.01 GiB (docs/measured.md)
+        # on GPUs, to 0.01 GiB (docs/measured_memory.md)
         return replace(
             cost,
             weights=float(cost.parameters * cost.width + 4 * cost.trained),

@@ -20,7 +20,7 @@ from splitppo.tools.cost import Split, Work, columns, predict, splits
 ROWS = 512
 MINI_BATCHES = 4
 MEAN = 4  # the longest response by the mean one
-# of an H100 or H200 in bfloat16; the part of them that updates reached (docs/measured.md)
+# of an H100 or H200 in bfloat16; the part of them that updates reached (docs/measured_speed.md)
 FLOPS = 989e12
 MFU = 0.45
 # a decode step's seconds, and bytes of weights a second, as measured on H200

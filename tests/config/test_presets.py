@@ -54,7 +54,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 PRESETS = [str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.toml"))]
 # pages that name modules, or what is no more
-DEVELOPERS = {"architecture.md", "package.md", "measured_history.md"}
+DEVELOPERS = {"architecture.md", "package.md"}
 PAGES = (
     *sorted(page.name for page in DOCS.glob("*.md") if page.name not in DEVELOPERS),
     "../README.md",

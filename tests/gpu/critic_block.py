@@ -1,5 +1,5 @@
 """The decisive runs of the study of critics, many at a time, and their tables. What is compared and
-how it is judged stands in docs/critic_study.md ("The plan"), committed before the first run.
+how it is judged stands in critic_plan.py, committed before the first run.
 
     python tests/gpu/critic_block.py run OUT --policy MODEL --gpus 4 --jobs 32 --plan COMMIT
     python tests/gpu/critic_block.py table OUT/runs.jsonl

@@ -1,5 +1,5 @@
-"""A game with rewards on the way whose rows differ: the environment of critic_study.py's study
-`turns`."""
+"""A game with a reward after each turn and prompts that differ: the environment of
+critic_study.py's study `stakes`."""
 
 import random
 import re

@@ -15,32 +15,37 @@ def read_figures(text: str | None = None) -> tuple[dict[str, Any], dict[str, Any
 
 
 def render_pages(text: str | None = None) -> dict[str, str]:
-    """Name of each page of measured figures -> its text."""
+    """Name of each page of measured figures -> its text. Sections stand in the order in which the
+    file first names them."""
     pages, entries = read_figures(text)
     written = {}
     for name, page in pages.items():
-        parts = [f"# {page['title']}", page["intro"].strip()]
+        sections: dict[str, list[str]] = {}
         for key, entry in entries.items():
             if entry["page"] == name:
+                parts = sections.setdefault(entry.get("section", ""), [])
                 parts += render_entry(key, entry)
-        written[f"{name}.md"] = "\n\n".join(parts) + "\n"
+        blocks = [f"# {page['title']}", page["intro"].strip()]
+        for section, parts in sections.items():
+            blocks += [f"## {section}", *parts] if section else parts
+        written[f"{name}.md"] = "\n\n".join(blocks) + "\n"
     return written
 
 
 def render_entry(key: str, entry: dict[str, Any]) -> list[str]:
-    command = "\n".join(f"    {line}".rstrip() for line in entry["command"].strip().splitlines())
-    parts = [
-        f"## {entry['title']}",
-        entry["what"].strip(),
-        f"`{key}`, {entry['date']}, {entry['machine']}:",
-        command,
-    ]
+    level = "###" if "section" in entry else "##"
+    parts = [f"{level} {entry['title']}", entry["what"].strip()]
     if "rows" in entry:
         lines = [entry["columns"], ["---"] * len(entry["columns"]), *entry["rows"]]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         parts.append(table.replace("|  |", "| |").replace("|  |", "| |"))
-    notes = entry.get("notes", "").strip()
-    return [*parts, notes] if notes else parts
+    if "notes" in entry:
+        parts.append(entry["notes"].strip())
+    source = f"Source `{key}`: {entry['date']}, {entry['machine']}."
+    if "command" not in entry:
+        return [*parts, f"{source} The script was not kept."]
+    lines = entry["command"].strip().splitlines()
+    return [*parts, source, "\n".join(f"    {line}".rstrip() for line in lines)]
 
 
 if __name__ == "__main__":

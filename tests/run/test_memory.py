@@ -151,8 +151,8 @@ def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) ->
 
 
 def test_the_model_of_activations_gives_what_was_measured():
-    """docs/measured.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB at most on
-    actor and critic."""
+    """docs/measured_speed.md: on two GPUs, responses of 512 tokens each, prompts of 128: GiB
+    at most on actor and critic."""
     shape = Qwen2Config(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
         num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
@@ -174,7 +174,7 @@ def test_the_model_of_activations_gives_what_was_measured():
 
 
 def test_updates_with_adapters_need_what_was_measured():
-    """docs/measured.md: 7B with LoRA on two GPUs, checkpointed layers."""
+    """docs/measured_memory.md: 7B with LoRA on two GPUs, checkpointed layers."""
     found = resolved_of(
         "--placement.mode=per_node", "--rollout.batch-size=96", "--ppo.mini-batches=2",
         "--rollout.max-prompt-tokens=384", "--rollout.max-new-tokens=128",

@@ -489,7 +489,7 @@ def test_a_model_by_name_needs_its_configuration_alone(tmp_path, monkeypatch):
 
 def test_the_time_of_a_step_follows_from_the_shape(tmp_path):
     """1.5B on four H200, responses of 1,024 tokens at most: 5.9 to 6.3 s a step were measured
-    (docs/measured.md)."""
+    (docs/measured_speed.md)."""
     sizes = {
         "hidden_size": 1792,
         "intermediate_size": 8960,
