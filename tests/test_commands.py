@@ -63,8 +63,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_a_goal_ends_the_run_and_another_run_begins_with_its_newest_checkpoint(tmp_path: Path):
     (tmp_path / "one.py").write_text(ONE)
     small = [*SMALL, "--reward.function=one.py:one"]
-    goal = [*command("failures.md", "stop-at"), *small]
-    resumed = " ".join([*command("failures.md", "--resume runs/mine"), *small, "--steps=9"])
+    goal = [*command("resuming.md", "stop-at"), *small]
+    resumed = " ".join([*command("resuming.md", "--resume runs/mine"), *small, "--steps=9"])
     results = in_one_process(
         tmp_path,
         goal,

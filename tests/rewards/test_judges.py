@@ -150,7 +150,7 @@ def test_no_more_calls_than_the_limit_are_under_way(tmp_path: Path):
 @pytest.mark.ranks
 def test_the_pages_command_trains(serve: Any, tmp_path: Path):
     serve(1)
-    (command,) = re.findall(r"^    torchrun --nproc_per_node 2 -m splitppo.train (.*)$", PAGE, re.M)
+    (command,) = re.findall(r"^    splitppo train --nproc_per_node 2 (.*)$", PAGE, re.M)
     small = "--steps=1 --rollout.batch-size=8 --log.validate-every=0 --run-dir=run".split()
     run_ranks(2, main_rank, [*command.split(), *small])
     (line,) = records(tmp_path / "run", "critic")
