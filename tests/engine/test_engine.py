@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -197,7 +197,7 @@ def start_vllm(
         max_rows=max_rows,
         max_tokens=1024,
         kv_bytes=2**27,
-        eos=(cast(int, tokenizer.eos_token_id), *cast(Any, config.eos_token_id)),
+        eos=tuple(eos_ids(config, tokenizer, folder)),
         vocabulary=len(tokenizer),
         device="cuda" if GPUS else "cpu",
         threads=1,

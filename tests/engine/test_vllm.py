@@ -276,6 +276,20 @@ def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
         return Process([])
 
 
+def test_a_gpu_that_another_process_uses_too_gets_a_line(tmp_path: Path) -> None:
+    """Also if the worker's error stands far before its parent's."""
+    process: Any = Process.__new__(Process)
+    process.popen = SimpleNamespace(pid=7, returncode=1, wait=lambda _: 1)
+    process.log = tmp_path / "engine.log"
+    lines = ["AssertionError: Memory usage increased after sleeping.", *["a line"] * 60]
+    process.log.write_text("\n".join(lines))
+    first, second, *_ = str(process.exit_report()).splitlines()
+    assert first.startswith("another process took memory of the engine's GPU")
+    assert second.startswith("the vLLM engine (process 7) ended with status 1")
+    process.log.write_text("RuntimeError: out of memory")
+    assert str(process.exit_report()).startswith("the vLLM engine")
+
+
 KILLED = """
 import os, signal, sys
 from splitppo.engine.vllm.process import Process

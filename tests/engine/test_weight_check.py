@@ -105,6 +105,7 @@ def test_a_checksum_shows_what_has_moved() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(count=1)  # it takes the time
 @needs_gpus(1)
 def test_a_checksum_is_the_same_on_a_gpu_and_quick() -> None:
     tensor = torch.randn(2**21 + 77).bfloat16()

