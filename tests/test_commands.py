@@ -73,7 +73,7 @@ def test_a_goal_ends_the_run_and_another_run_begins_with_its_newest_checkpoint(t
     )
     assert [status for status, _ in results] == [0] * 3
     ended, _, second = [said for _, said in results]
-    assert "step 5: log.stop_at=0.9 is reached" in ended
+    assert re.search(r"step +5/\d+ +held-out score(?s:.*)step 5: log.stop_at=0.9 is reached", ended)
     assert "done         5 of " in ended
     assert names(tmp_path / "runs/goal") == ["step_000005", "step_000007"]
     assert "going on from runs/goal/checkpoints/step_000007" in second
@@ -160,7 +160,13 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), sampled)
     assert status == 0, said
     assert "pass@4" in said
-    assert len(rows_of(tmp_path / "eval/rows.jsonl")) == 4 * due["val/rows"]
+    # the next one keeps these; longer prompts are other data, not more than the run allows
+    other = ["eval", "RUN", "--data.task=addition"]
+    ((status, said),) = run_ranks(1, _eval, str(tmp_path), other)
+    assert status == 0, said
+    (first, second) = sorted(tmp_path.glob("eval/*/rows.jsonl"))
+    assert len(rows_of(first)) == 4 * due["val/rows"]
+    assert "What is" in rows_of(second)[0]["prompt"]
     (export,) = run_ranks(1, _eval, str(tmp_path), ["export", "RUN", "--dtype", "float32"])
     assert export[0] == 0
     policy = ["RUN/export/step_000002/policy", *SMALL, "--rollout.max-new-tokens=6"]
@@ -181,7 +187,7 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     words = ["eval", "NEXT/kept/step_000002"]
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
     assert status == 2
-    assert "no complete checkpoint of a run" in said
+    assert "NEXT/kept/step_000002: no config.json" in said
 
 
 MEASURED = ("val/score/mean", "val/rows", "val/response_length/mean")

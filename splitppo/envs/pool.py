@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,7 +18,7 @@ from splitppo.envs.guess import Guess
 from splitppo.envs.textarena import Game
 from splitppo.envs.tools import ToolEnv, load_tools, parses, tool_schemas
 from splitppo.errors import UserError, need, need_known, one_line
-from splitppo.workers import Failure, Work, awaited, find_in_file, is_async
+from splitppo.workers import Failure, Work, awaited, describe, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
 BUILT_IN = {"guess": Guess}  # that `env.path` may name
@@ -57,20 +58,27 @@ def load(
 
 def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game]:
     """What makes a row's game of textarena. Raises UserError if the package is missing, there is no
-    such game, or it does not begin."""
+    such game, a setting is no number where the game's own is, or the game does not begin."""
     wrong = f"data.task={path}"
     need("textarena", wrong, "'splitppo[textarena]'")
     known = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
     name = path.partition(":")[2]
     need_known(name, known, wrong)
+    usual = known[name].kwargs
+    for setting, value in json.loads(settings).items():
+        if isinstance(usual.get(setting), int | float) and not isinstance(value, int | float):
+            raise UserError(
+                f"{wrong}: {setting}={value!r} in env.settings must be a number, or true or false; "
+                f"the game itself has {usual[setting]!r}"
+            )
     make = partial(Game, name, settings)
     try:
         make({}, 0).reset()
     except Exception as error:  # of whatever the game needs
         raise UserError(
             f"{wrong}: the game does not begin with one player and env.settings={settings} "
-            f"({one_line(repr(error))[:300]}); choose other settings (it has "
-            f"{known[name].kwargs}) or another game for one player"
+            f"({describe(error)}); provide what it lacks, choose other settings (it has {usual}), "
+            "or another game for one player"
         ) from error
     return make
 

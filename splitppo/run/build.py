@@ -99,12 +99,19 @@ class Builder:
             self.config.rollout.temperature, resolved.vocabulary_size, compiled=resolved.compiled
         )
 
-    def actor(self) -> tuple[Generator, Policy]:
-        """Policy, reference, engine. vLLM is built in a process of its own meanwhile;
+    def generator(self) -> Generator:
+        """Engine, environments, validation. vLLM is built in a process of its own meanwhile;
         `connect_engine` waits for it."""
         runner = self._runner("actor")
         engine = self._engine()
         self.sampler.player, held_out = players_of(self.config, self.resolved.tokenizer)
+        validator = self._validator(engine, runner, held_out)
+        return Generator(self.context, runner.group, engine, self.sampler, validator)
+
+    def actor(self) -> tuple[Generator, Policy]:
+        """What generates; policy and reference."""
+        generator = self.generator()
+        runner = self._runner("actor")
         try:
             users_loss = self.parts.get("loss")
             surrogate = Surrogate(self.context)
@@ -120,12 +127,11 @@ class Builder:
                 dtype=self.resolved.dtype,
                 surrogate=surrogate,
             )
-            validator = self._validator(engine, runner, held_out)
             self._warm_up(policy)
         except BaseException:
-            engine.close()
+            generator.engine.close()
             raise
-        return Generator(self.context, runner.group, engine, self.sampler, validator), policy
+        return generator, policy
 
     def _engine(self) -> RolloutEngine:
         """This rank's engine. Begins to build a vLLM engine on the rank that has its process."""

@@ -290,11 +290,11 @@ def command_line() -> str:
     return shlex.join([os.path.basename(program), *more])
 
 
-def new_folder() -> Path:
-    """Makes runs/DATE-TIME. If another run has that name, a number follows it."""
+def new_folder(parent: str = "runs") -> Path:
+    """Makes `parent`/DATE-TIME. If another run has that name, a number follows it."""
     name = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        folder = Path("runs", name if number == 1 else f"{name}-{number}")
+        folder = Path(parent, name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             break

@@ -257,6 +257,8 @@ class Run:
             if stop := self.runtime.status.stopped_by(step):
                 self.runtime.status.mark_stopped()
                 self.stopped = stop if step < self.config.steps and stop != self.goal else None
+                if stop == self.goal and self.runtime.launch.rank == 0:
+                    say(f"[actor] step {step}: {self.goal} is reached, and the run ends")
                 return
 
     def answer_stop(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -268,8 +270,6 @@ class Run:
         elif goal is not None and metrics is not None:
             is_reached = metrics["val/score/mean"] >= goal
             self.runtime.status.answer_stop(step, self.goal * is_reached)
-            if is_reached and self.runtime.launch.rank == 0:
-                say(f"[actor] step {step}: {self.goal} is reached, and the run ends")
 
     def save(self, role: Role, step: int, *parts: Generator | Policy | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends
@@ -289,6 +289,7 @@ class Run:
         has the metrics of all steps before. Raises FloatingPointError if no update of the last
         `BAD_STEPS` steps had a finite gradient."""
         log = self.logs[role]
+        log.phase(f"{role} step {step} metrics and trackers")
         if role == "critic" and self.written:
             self.written.result()
         if log.screen:  # a failure's cause is to stay the last on it

@@ -196,5 +196,6 @@ def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:
         weights = {name: weight.detach() for name, weight in held.saved(model).items()}
         read_tensors({"model": weights}, saved / PARTS[kind], no_dist=True)
     else:
+        held.check(facts.config)
         held.read(model, config.seed)
     return assemble(facts.config, facts.kind, held.merged(model))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -158,8 +158,9 @@ def describe(error: BaseException) -> str:
     last line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
-    text = "".join(traceback.format_exception_only(error))
-    text = one_line(re.sub(rf"^{IMPORTED}\w*\.", "", text))[:300]
+    said, *notes = traceback.format_exception_only(error)
+    text = one_line(re.sub(rf"^{IMPORTED}\w*\.", "", said))[:300]
+    text = "; ".join([text, *(one_line(note)[:300] for note in notes)])
     frames = [*traceback.walk_tb(error.__traceback__)]
     user_frames = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
     frame, line = (user_frames or frames)[-1]
@@ -194,16 +195,19 @@ def retry_after(error: BaseException | None) -> float:
     led to it; infinite if none does. It stands in an attribute `retry_after`, or in the header
     Retry-After (RFC 9110, 10.2.3: seconds or a date) of the error (aiohttp, urllib) or of its
     response (httpx, requests, openai, anthropic)."""
-    with suppress(Exception):  # whatever a library has under these names
-        response = getattr(error, "response", None)
-        headers = getattr(error if response is None else response, "headers", None) or {}
+    waits: list[Any] = [getattr(error, "retry_after", None)]
+    response = getattr(error, "response", None)
+    headers: Any = getattr(error if response is None else response, "headers", None)
+    with suppress(Exception):  # whatever a library has under that name
         named = {str(name).lower(): value for name, value in headers.items()}
-        wait: Any = named.get("retry-after", getattr(error, "retry_after", None))
-        if isinstance(wait, int | float) or str(wait).replace(".", "", 1).isdecimal():
-            return float("inf") if math.isnan(float(wait)) else float(wait)
-        date = parsedate_to_datetime(str(wait)).replace(tzinfo=UTC)  # HTTP's dates are of UTC
-        return (date - datetime.now(UTC)).total_seconds()
-    return retry_after(error.__cause__ or error.__context__) if error else float("inf")
+        waits = [named["retry-after"], *waits]
+    for wait in waits:
+        with suppress(ValueError, OverflowError):  # nonsense says no time, as NaN and infinity
+            if isinstance(wait, int | float) or str(wait).replace(".", "", 1).isdecimal():
+                return timedelta(seconds=float(wait)).total_seconds()
+            date = parsedate_to_datetime(str(wait)).replace(tzinfo=UTC)  # HTTP's dates are of UTC
+            return (date - datetime.now(UTC)).total_seconds()
+    return retry_after(error.__cause__ or error.__context__) if error else math.inf
 
 
 async def awaited(result: Any) -> Any:

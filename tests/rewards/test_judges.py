@@ -120,6 +120,7 @@ def test_the_pages_judge_keeps_the_limit_and_comes_back_when_it_may(serve: Any):
     assert [failure.kind for failure in failures] == ["error"]
     assert "HTTPStatusError" in failures[0].text
     assert "429" in failures[0].text
+    assert "in 3600 s, which is after reward.timeout" in failures[0].text
     assert server.highest == 4
     assert sorted(server.asked.values()) == [1, *[2] * 8]
 
@@ -190,6 +191,8 @@ class Falsy(SimpleNamespace):
         (refusal(retry_after=float("nan")), NEVER),
         (refusal(headers={"retry-after": "20"}), 20),
         (refusal(headers={"RETRY-AFTER": "20"}, retry_after=3), 20),
+        (refusal(headers={"Retry-After": "soon"}, retry_after=3), 3),
+        (refusal(headers={"Retry-After": "nan"}, retry_after=3), 3),
         (refusal(response=SimpleNamespace(headers=httpx.Headers({"Retry-After": "7"}))), 7),
         (refusal(response=Falsy(headers={"Retry-After": "7"})), 7),
         (refusal(response=None, headers={"Retry-After": "8"}), 8),
@@ -200,7 +203,7 @@ class Falsy(SimpleNamespace):
         (refusal(headers={"Retry-After": ""}), NEVER),
         (refusal(headers={"Retry-After": "nan"}), NEVER),
         (refusal(headers={"Retry-After": "-5"}), NEVER),
-        (refusal(headers=7, retry_after=3), NEVER),
+        (refusal(headers=7, retry_after=3), 3),
         (refusal(retry_after=None), NEVER),
         (refusal(retry_after=refusal), NEVER),
         (ValueError("no"), NEVER),
