@@ -58,8 +58,8 @@ OF_VALUES = (
 
 
 class SetShape(NamedTuple):
-    """The ranks of a set, which run a model's rows together: those among which tokens are cut,
-    times those among which layers are."""
+    """The shape of a parallel group, whose ranks run a model's rows together: sequence-parallel
+    ranks times tensor-parallel ranks."""
 
     sequence: int = 1
     tensor: int = 1
@@ -75,16 +75,16 @@ class PlacementConfig:
 
     mode: Literal["auto", "per_node", "by_node", "colocated"] = "auto"
     """`per_node`: every node has ranks of both groups. `by_node`: a node belongs to one group.
-    `colocated`: every rank plays both roles. `auto`: per_node; colocated for one rank, and for two
-    GPUs or a critic group without a model if no other placement setting is given."""
+    `colocated`: every rank plays both roles. `auto`: colocated for one rank, and, if no other
+    placement setting is given, for two GPUs or a critic group without a model; else per_node."""
     actor: int | None = None
-    """Ranks of the actor group, over all nodes. Unset: all that `critic` leaves."""
+    """Number of actor ranks, over all nodes. Unset: all ranks that are not critic ranks."""
     critic: int | None = None
-    """Ranks of the critic group, over all nodes. Unset: all that `actor` leaves, or a quarter,
-    rounded up."""
+    """Number of critic ranks, over all nodes. Unset: all ranks that are not actor ranks; a quarter,
+    rounded up, if both are unset."""
     reference: Literal["actor", "critic"] = "actor"
-    """Group that holds the reference. With the critic it works during the rollout; helps if models
-    have one size."""
+    """Group that holds the reference. In the critic group it works during the rollout, which helps
+    if all models have one size."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,25 @@ class EngineConfig:
     """The rollout engine, which generates the responses."""
 
     kind: Literal["auto", "hf", "vllm"] = "auto"
-    """`vllm`: in a process of its own. `hf`: in the rank itself. `auto`: vllm on GPUs if installed,
-    else hf."""
+    """`vllm`: vLLM, in its own process. `hf`: transformers, in the rank's process. `auto`: vllm on
+    GPUs if it is installed, else hf."""
     max_rows: int = 512
-    """Most rows that one actor rank generates at once. More rows wait."""
+    """Most rows that an actor rank decodes at once. Further rows wait."""
     tensor_parallel: int = 1
     """Actor ranks (GPUs) of one node that share an engine. Each holds a part of its weights."""
     memory_fraction: float = 0.5
-    """Most of a GPU's memory that vLLM may use, as a fraction. It uses what its weights and its
+    """Largest fraction of a GPU's memory that vLLM may use. It allocates what its weights and its
     rows' KV cache need."""
     sleep: Literal["auto", "off", "1", "2"] = "auto"
-    """vLLM's memory while the trainer works. `off`: kept. `1`: weights move to the CPU, the KV
-    cache is dropped. `2`: both are dropped; the next sync brings new weights. `auto`: 2, until the
-    trainer is known to fit beside vLLM."""
+    """vLLM's memory while the trainer works. `off`: vLLM keeps it. `1`: weights move to the CPU and
+    the KV cache is dropped. `2`: both are dropped, and the next sync sends new weights. `auto`: 2,
+    until the trainer is known to fit beside vLLM."""
     eager: bool = False
-    """Neither compile vLLM's model nor capture CUDA graphs. Starts sooner, generates slower."""
+    """Don't compile vLLM's model or capture CUDA graphs: starts faster, generates slower."""
     steady: bool = True
-    """Take the tokens of rows to which nothing else happens in a short loop of our own, with vLLM
-    versions that it was tested with: faster if the model is small and rows are many."""
+    """Outside vLLM's scheduler, take tokens of rows that only need their next token in a short
+    loop. Faster for small models with many rows; used with the vLLM versions that it was tested
+    with."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ class ComputeConfig:
     """`auto`: cuda if there are GPUs, one per local rank. With too few GPUs, the embedded model
     runs on the cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of forward and backward. Weights and reductions stay float32. `auto`: bfloat16 on
-    GPUs."""
+    """Precision of forward and backward passes. Weights and reductions stay float32. `auto`:
+    bfloat16 on GPUs."""
     micro_batch_tokens: int = 16384
-    """Most tokens that a rank has of one forward-backward, padding included. A longer row is a
+    """Most tokens per rank in one forward and backward pass, including padding. A longer row is a
     micro-batch of its own."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Concatenate rows without padding. `auto`: on GPUs in bfloat16, if the model's attention
-    allows it; and wherever rows are shared (`fsdp.sequence_parallel`)."""
+    """Concatenate rows without padding. `auto`: on GPUs in bfloat16 if the model's attention allows
+    it, and with `fsdp.sequence_parallel`."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers with torch.compile, with dynamic lengths. `auto`: on GPUs."""
     activation_checkpointing: bool = False
@@ -139,16 +140,16 @@ class FsdpConfig:
     """How weights, gradients and optimizer states are sharded over the ranks of a group."""
 
     shard_size: ShardSize = None
-    """Ranks per replica. A larger group sums the gradients of its replicas (hybrid sharding).
-    `node`: the group's ranks of a node, so that weights are gathered within nodes only. Unset: the
-    whole group."""
+    """Ranks per replica. With several replicas in a group, gradients are summed over them (hybrid
+    sharding). `node`: the group's ranks on a node, so weights are gathered within nodes only.
+    Unset: the whole group."""
     tensor_parallel: int = 1
-    """Ranks of one node that share each layer of policy and value model: a set, which works on
-    the same rows."""
+    """Tensor parallelism: ranks of one node that split each layer of policy and value model and
+    work on the same rows."""
     sequence_parallel: int = 1
-    """Ranks of one node that share each row of policy and value model: every one has a piece of a
-    micro-batch's tokens, and of its attention heads. For rows that are too long for one rank.
-    Together with `fsdp.tensor_parallel` a set has as many ranks as both, multiplied."""
+    """Sequence parallelism: ranks of one node that split the tokens of each row, and the attention
+    heads, of policy and value model. For rows that are too long for one rank. Combined with
+    `fsdp.tensor_parallel`, a parallel group has as many ranks as the product of both."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,12 @@ class CheckpointConfig:
     """Checkpoints under RUN/checkpoints."""
 
     every: int = 0
-    """Write a checkpoint every n steps. 0: only the last one, or when the run is asked to stop."""
+    """Write a checkpoint every n steps. 0: only after the last step, or when the run is asked to
+    stop."""
     last: bool = True
     """Write a checkpoint after the last step."""
     keep: int = 2
-    """Complete checkpoints to keep: the newest ones. 0: all."""
+    """Number of complete checkpoints to keep, the newest ones. 0: all."""
     keep_every: int = 0
     """Also keep the checkpoint of every n-th step. 0: none."""
 
@@ -170,22 +172,22 @@ class LogConfig:
     """Contents of the run's folder."""
 
     samples: int = 4
-    """Generations per step, written to RUN/samples."""
+    """Responses per step to write to RUN/samples."""
     validate_every: int = 0
     """Score held-out prompts before the first step, every n steps, and after the last step. 0:
-    never. Files without `data.validation_files` have no held-out prompts: never."""
+    never. With `data.files` this needs `data.validation_files`."""
     validate_samples: int = 1
-    """Responses per held-out prompt. Above 1: also the best's score, and pass@k of scores in
-    [0, 1]."""
+    """Responses per held-out prompt. Above 1, the best response's score is logged as well, and
+    pass@k if scores lie in [0, 1]."""
     validate_temperature: float = 0.0
-    """Sampling temperature of these responses. 0: greedy, one sample."""
+    """Sampling temperature of the held-out responses. 0: greedy, one response."""
     stop_at: float | None = None
-    """End the run, with a checkpoint, after the step whose validation's mean score comes to this.
-    Unset: after `steps`."""
+    """End the run, with a checkpoint, after the first step whose mean validation score reaches
+    this. Unset: after `steps`."""
     trackers: tuple[str, ...] = ()
-    """More places for the metrics: `wandb` (its WANDB_PROJECT, WANDB_NAME and WANDB_MODE=offline
-    work), `tensorboard` (RUN/tensorboard), `trackio`, `mlflow`, or `path/to/file.py:Name`, a class
-    with write() and close() (the documentation's page `parts`)."""
+    """Trackers that also receive the metrics: `wandb` (reads WANDB_PROJECT, WANDB_NAME and
+    WANDB_MODE=offline), `tensorboard` (RUN/tensorboard), `trackio`, `mlflow`, or
+    `path/to/file.py:Name`, a class with write() and close() (the documentation's page `parts`)."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +200,16 @@ class Config:
     steps: int = 60
     """Training steps. A step is one rollout."""
     seed: int = 0
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     run_dir: str | None = None
     """The run's folder. Unset: runs/DATE-TIME."""
     resume: str = "auto"
-    """`auto`: go on from the newest complete checkpoint in run_dir, if any, with its settings where
-    none are given. Or the folder of a checkpoint, or of another run, for its newest one."""
+    """`auto`: resume from the newest complete checkpoint in run_dir, if there is one, with its
+    settings where no flag or preset sets them. Or the folder of a checkpoint, or of another run,
+    whose newest checkpoint is used."""
     force: bool = False
-    """Go on in run_dir although settings have changed that make it another run. Without a
-    checkpoint: start again."""
+    """Resume in run_dir even if changed settings make it another run. Without a checkpoint: start
+    again."""
     dry_run: bool = False
     """Print the resolved config, data, placement and memory, and stop. Needs no torchrun."""
     world_size: int | None = None
@@ -214,8 +217,8 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Longest wait for another rank, in seconds; then the run ends and says what each rank was
-    doing."""
+    """Longest wait for another rank, in seconds. After it the run ends and reports what each rank
+    was doing."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -235,7 +238,7 @@ class Config:
 
     @property
     def old_logprobs(self) -> Literal["trainer", "engine"]:
-        """Whose log-probs are the old ones of the ratio."""
+        """Whose log-probs are the old ones in the ratio."""
         return self.ppo.old_logprobs or ("engine" if self.rollout.window else "trainer")
 
     @property
@@ -248,12 +251,12 @@ class Config:
 
     @property
     def has_env(self) -> bool:
-        """Whether rows have turns: an environment or tools answer them."""
+        """Whether rows have turns that an environment or tools answer."""
         return bool(self.environment.path or self.env.tools)
 
     @property
     def validate_every(self) -> int:
-        """Steps between validations; 0: none, as for files of which nothing is held out."""
+        """Steps between validations. 0: none, as for files without held-out prompts."""
         held_out = self.data.validation_files or not self.data.files
         return self.log.validate_every if held_out else 0
 
@@ -275,8 +278,7 @@ class Config:
 
     @property
     def has_value(self) -> bool:
-        """Whether the run has a value model. One that a teacher alone leads has nothing to
-        value."""
+        """Whether the run has a value model. A run without rewards has none."""
         return self.ppo.baseline == "value" and not (self.has_teacher and not self.has_rewards)
 
     @property
@@ -293,8 +295,9 @@ class Config:
         return bool(scored or any(penalties))
 
     def set_shape(self, model: str) -> SetShape:
-        """The ranks that run the rows of a model together: `policy`, `value`, `reference`,
-        `reward` or `teacher`. Without a value model the critic's rows belong to one rank each."""
+        """The parallel group that runs the rows of a model: `policy`, `value`, `reference`,
+        `reward` or `teacher`. Without a value model each row of the critic group belongs to one
+        rank."""
 
         def cut(table: Any, unset: SetShape) -> SetShape:
             return SetShape(
