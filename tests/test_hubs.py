@@ -51,9 +51,9 @@ def typed(heading: str) -> list[list[str]]:
     section = re.split(r"^## ", PAGE.partition(f"## {heading}\n")[2], flags=re.M)[0]
     code = re.sub(r"\\\n", " ", "\n".join(re.findall(r"^    (.*)$", section, re.M)))
     return [
-        shlex.split(line)[5:]
+        shlex.split(line)[4:]
         for line in code.splitlines()
-        if line.startswith("torchrun --nproc_per_node 2")
+        if line.startswith("splitppo train --nproc_per_node 2")
     ]
 
 
