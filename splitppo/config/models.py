@@ -153,7 +153,7 @@ class ValueConfig:
     """Weights that are not trained, as for `policy.freeze`. `body`: all but the scalar head."""
     pretrain_steps: int = 0
     """Number of first steps that train the value model alone, with lambda 1 (VC-PPO,
-    arXiv:2503.01491). Then it is saved as RUN/pretrained_value, for `value.path` of other runs."""
+    arXiv:2503.01491). Export the last one's checkpoint for `value.path` of other runs."""
     pretrain_epochs: int = 4
     """Passes over the rollout in each pretraining step."""
     offload: Offload = "auto"

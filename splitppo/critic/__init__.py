@@ -1,6 +1,6 @@
 """What a rank of the critic group holds, and its verbs in the loops of train.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -67,8 +67,7 @@ class ScoredRows:
 
 class Critic:
     """A rank of the critic group: baseline (a value model, if the run has one) and reward. It owns
-    scores, values, KL rewards, advantages, whitening. `pretrained` is called after the last step of
-    pretraining, on all ranks of the group."""
+    scores, values, KL rewards, advantages, whitening."""
 
     def __init__(
         self,
@@ -79,14 +78,12 @@ class Critic:
         reward_model: RewardModel | None,
         reference: Reference | None = None,
         teacher: Teacher | None = None,
-        pretrained: Callable[[], object] = lambda: None,
     ):
         self.context = context
         self.baseline = baseline
         self.learners = baseline.learners
         self.scorer = scorer
         self.decoder = ThreadPoolExecutor(1, "decode")
-        self.pretrained = pretrained
         # the first steps, in which the policy waits: the critic alone knows which these are
         self.pretrain_steps = context.config.value.pretrain_steps
         self.reward_model = reward_model
@@ -288,16 +285,13 @@ class Critic:
 
     def update(self, plan: StepPlan, scored: ScoredRows, estimate: Estimate) -> dict[str, Any]:
         """The value model's update, if the run has one; returns its metrics."""
-        metrics = self.baseline.update(
+        return self.baseline.update(
             plan,
             scored.rollout,
             scored.values,
             estimate.returns,
             pretraining=plan.step <= self.pretrain_steps,
         )
-        if plan.step == self.pretrain_steps:
-            self.pretrained()
-        return metrics
 
     def samples(self, step: int, scored: ScoredRows, estimate: Estimate) -> list[dict[str, Any]]:
         """This rank's first rows, as they are written to the run's folder. `Run.write_samples`

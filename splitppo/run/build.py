@@ -42,7 +42,6 @@ from splitppo.run.folder import fingerprint
 from splitppo.run.models import Model
 from splitppo.run.parts import find_parts
 from splitppo.run.resolve import Resolved
-from splitppo.run.saver import save_value
 
 
 def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
@@ -229,9 +228,6 @@ class Builder:
             teacher=Teacher(self.context, self._model("teacher", runner), runner, self.outputs)
             if self.config.has_teacher
             else None,
-            pretrained=lambda: [
-                save_value(self.resolved, self.folder, learner) for learner in baseline.learners
-            ],
         )
         self._warm_up(critic)
         return critic

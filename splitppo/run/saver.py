@@ -1,7 +1,6 @@
 """Writes a group's part of a checkpoint while the group trains on, and reads it again."""
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,21 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from splitppo.errors import UserError, say
-from splitppo.models import offload, sharding, weights
+from splitppo.errors import UserError
+from splitppo.models import offload, sharding
 from splitppo.models.learner import Learner
 from splitppo.placement import Role
 from splitppo.run.checkpoint import (
     PARTIAL,
     measure,
     read_tensors,
-    remove,
     step_folder,
     step_of,
     write_manifest,
 )
 from splitppo.run.files import read_file, sync_folder, write_whole
-from splitppo.run.resolve import Resolved
 
 # kind (model, exp_avg, ...) -> Hugging Face name -> tensor, sharded
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -177,26 +174,3 @@ class Saver:
                 self.committed()
         except BaseException as error:
             self.error = error
-
-
-def save_value(resolved: Resolved, folder: Path, value: Learner) -> None:
-    """Writes the value model beside the checkpoints in a run's folder, with the tokenizer, for
-    other runs to start from."""
-    target = folder / "pretrained_value"
-    model = resolved.models["value"]
-    writes = value.runner.group.is_first
-    named = value.weights(torch.float32)
-    held = {name: tensor.cpu().clone() for name, tensor in named if writes}
-    if writes:
-        partial = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
-        weights.save(
-            weights.assemble(model.config, "value", held),
-            partial,
-            model.folder(folder),
-            resolved.models["policy"].folder(folder),
-            own_code=resolved.config.policy.trust_remote_code,
-        )
-        remove(target, ignore_errors=True)
-        partial.rename(target)
-        say(f"[critic] the value model is pretrained: --value.path {target}")

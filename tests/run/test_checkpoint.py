@@ -10,7 +10,6 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,12 +19,8 @@ import torch.distributed.checkpoint as dcp
 from runs import made_up, names
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.models import build, tiny, weights
-from splitppo.models.names import buffers_of, weights_of
 from splitppo.run import checkpoint
-from splitppo.run.saver import save_value
 
 
 def there(run_dir: Path) -> list[str]:
@@ -388,25 +383,3 @@ def test_nothing_but_tensors_is_read(tmp_path):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(other))
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
             checkpoint.TensorReader(tmp_path).read_metadata()
-
-
-def test_a_pretrained_value_model_replaces_what_is_left_of_another(tmp_path):
-    """Of one that was written whole, and of one that was not."""
-    tiny.build_tiny(tmp_path / "tiny", seed=1)
-    config = tiny.model_config()
-    built: Any = build.build(config, "value")
-    weights.fill(built, str(tmp_path / "tiny"), torch.device("cpu"))
-    named = {**weights_of(built), **buffers_of(built)}
-    value: Any = SimpleNamespace(
-        runner=SimpleNamespace(group=SimpleNamespace(is_first=True)),
-        weights=lambda _: ((name, tensor.detach()) for name, tensor in named.items()),
-    )
-    model = SimpleNamespace(config=config, folder=lambda folder: folder / "tiny")
-    resolved: Any = SimpleNamespace(config=parse([]), models={"policy": model, "value": model})
-    for name in ("pretrained_value", "pretrained_value.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.safetensors").touch()
-    save_value(resolved, tmp_path, value)
-    saved = tmp_path / "pretrained_value"
-    assert [path.name for path in saved.glob("*.safetensors")] == ["model.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pretrained_value", "tiny"]
