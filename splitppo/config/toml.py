@@ -1,7 +1,6 @@
 """TOML presets: saved flags. `[ppo] lam = 0.95` is `--ppo.lam 0.95`; the sections nest as the
 configuration's do."""
 
-import difflib
 import json
 import sys
 import tomllib
@@ -11,23 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.errors import UserError
+from splitppo.errors import UserError, need_known
 
 PRESETS = Path(__file__).with_name("presets")  # in a clone, a link to configs/
 # the embedded model's settings: it needs larger learning rates
 TINY = Path(__file__).with_name("tiny.toml")
-# settings that earlier versions had -> their values, in TOML, at which a run computes the same as
-# one of this version
-GONE = {
-    "placement.barrier": ("false", "true"),
-    "value.ensemble": ("1",),
-    "value.random_init": ("false",),
-    "value.pretrain_patience": ("0", "5"),
-    "compute.gather": ('"layer"',),
-    "reward.model_random_init": ("false",),
-    "log.project": (),
-    "log.name": (),
-}
 
 
 def find_preset(name: str) -> str:
@@ -39,10 +26,9 @@ def find_preset(name: str) -> str:
 
 
 def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
-    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`, without those of
-    GONE that did nothing. `recorded`: it is a run's own, in which any other setting that this
-    version lacks is left out, with a line on standard error. In a user's file it is a
-    UserError."""
+    """The settings of a preset by the names of their flags: `{"ppo.lam": 0.95}`. `recorded`: it is
+    a run's own, in which a setting that this version lacks is left out, with a line on standard
+    error. In a user's file it is a UserError."""
     # a preset names no other
     known = {name: value for name, value in leaves(asdict(Config())) if name != "config"}
     if not Path(path).is_file():
@@ -59,27 +45,13 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
             f"--config {path}: not TOML: {error}; "
             'write it as [section] and key = value, with texts in quotes and "None" for off'
         ) from error
-    settings = {
-        name: value
-        for name, value in settings.items()
-        if toml_value(value) not in GONE.get(name, ())
-    }
-    sections = {name[:dot] for name in known for dot, char in enumerate(name) if char == "."}
-    for name in sorted(settings.keys() - known.keys() - sections) if recorded else ():
+    sections = {name.rpartition(".")[0] for name in known}
+    settings = {name: v for name, v in settings.items() if v != {} or name not in sections}
+    for name in sorted(settings.keys() - known.keys()) if recorded else ():
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
         del settings[name]
-    settings = {name: v for name, v in settings.items() if name not in sections or v != {}}
     for name, value in settings.items():
-        if name in sections:
-            raise UserError(
-                f"--config {path}: {name} = {toml_value(value)}: write [{name}] and its keys below"
-            )
-        if name not in known:
-            same = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
-            near = same[:1] or difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "see --help"
-            remedy = "it is gone, leave it out" if name in GONE else remedy
-            raise UserError(f"--config {path}: unknown key {name!r}; {remedy}")
+        need_known(name, known, f"--config {path}")
         if isinstance(value, bool) != isinstance(known[name], bool):
             use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")

@@ -41,7 +41,7 @@ from splitppo.run.sources import absolute
 FREE = (
     r"(placement|engine|checkpoint|log|fsdp)\..*|(policy|value|reference|teacher)\.offload"
     r"|value\.share_base"
-    r"|compute\.(device|micro_batch_tokens|packing|compile|gather|activation_checkpointing)"
+    r"|compute\.(device|micro_batch_tokens|packing|compile|activation_checkpointing)"
     r"|(reference|value|reward|teacher)\.(tensor|sequence)_parallel"
     r"|reward\.(workers|concurrency|timeout|model_offload)|env\.timeout"
     r"|rollout\.(chunks|max_prompt_tokens)"
@@ -150,8 +150,8 @@ def changes(
     config: Config, folder: Path, inputs: Mapping[str, str] | None = None
 ) -> list[tuple[str, str, str]]:
     """(setting or file, old value, new value) of all that differs from the run in `folder`; [] if
-    there is no run. A setting that is gone from this version differs if it did something in the
-    run. Files and models are the same in any place: RUN has their hashes."""
+    there is no run. Settings that this version lacks are not compared. Files and models are the
+    same in any place: RUN has their hashes."""
     remedy = "fix it, or delete it to resume without comparing its contents"
     now: dict[str, str] = {}
     before: dict[str, str] = {}
@@ -166,14 +166,11 @@ def changes(
                 tomllib.loads(toml.to_toml(absolute(config, folder))),
             )
         )
+        known = dict(toml.leaves(asdict(Config())))
+        before = {name: value for name, value in before.items() if name in known}
         # a setting that the run's version lacked was as by default
         plain = toml.leaves(tomllib.loads(toml.to_toml(Config())))
         before = {name: toml.toml_value(value) for name, value in plain} | before
-        now |= {
-            name: before[name] if before[name] in same else "no setting of this version"
-            for name, same in toml.GONE.items()
-            if name in before
-        }
     if inputs is not None and (path := folder / "inputs.json").is_file():
         recorded = read_file(path, lambda text: _renamed(dict(json.loads(text)), inputs), remedy)
         # before the data are read there is no hash of the prompts
