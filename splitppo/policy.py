@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class Policy:
             self.signals["teacher_ids"] = torch.zeros(0, k, dtype=torch.int32)
             self.signals["teacher_logprobs"] = torch.zeros(0, k + 1, dtype=torch.float16)
         self._outputs = outputs
+        if context.config.policy.router_aux_coef:
+            cast(Any, learner.model).load.keep_logits()
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
 
@@ -146,6 +148,7 @@ class Policy:
         names = [
             *self.surrogate.metrics,
             *["kl_loss"] * (ppo.kl_loss_coef > 0),
+            *["router_aux"] * (self.context.config.policy.router_aux_coef > 0),
             *["teacher_agrees", "divergence"] * self.context.config.has_teacher,
         ]
         weights, importance = self._importance(rollout, logprobs[0])
@@ -215,6 +218,10 @@ class Policy:
             terms.append((-ppo.entropy_coef, entropy))
         for coef, losses in terms:
             loss = loss + coef * algo.aggregate_loss(losses, batch.lengths, ppo.aggregate)
+        if coef := self.context.config.policy.router_aux_coef:
+            balance = cast(Any, model).load.balance_loss(batch)
+            loss = loss + coef * balance
+            metrics["router_aux"] = balance.detach()
         return loss, metrics
 
     def _importance(self, rollout: Rollout, old: Tensor) -> tuple[Fields, dict[str, float]]:

@@ -96,6 +96,23 @@ def test_every_placement_is_the_paper(folders, tmp_path, kind, world, changes) -
     assert ("critic/experts_idle" in seen["lines"][3]) == (kind == "qwen3_moe")
 
 
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"placement__actor": 1}),
+        wide(2, {"placement__actor": 1, **LAYERS}),
+        wide(2, {**SEQUENCE, "compute__packing": "on"}),
+    ],
+)
+def test_the_routers_balancing_loss_is_the_papers(folders, tmp_path, world, changes) -> None:
+    """Of a mini-batch, where that is one micro-batch."""
+    folder = folders["qwen3_moe"]
+    whole = {"policy__router_aux_coef": 0.5, "compute__micro_batch_tokens": 4096}
+    seen = run(folder, tmp_path, world, **whole, **changes)
+    compare(seen, reference(folder, seen, balance=0.5))
+    assert all(2 < line["actor/router_aux"] < 3 for line in seen["lines"][:3])
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
 def test_with_windows(folders, tmp_path, kind) -> None:

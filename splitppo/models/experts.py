@@ -2,12 +2,15 @@
 matrices are stacked in weights `[experts, ...]`. fully_shard cuts these between experts, as it cuts
 any weight by its rows."""
 
+import sys
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from splitppo.errors import UserError
 from splitppo.job.collectives import Group
+from splitppo.models.batching import MicroBatch
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -18,6 +21,13 @@ def experts_of(model: nn.Module) -> list[Any]:
         if any(weight.ndim == 3 for weight in module.parameters(recurse=False))
         and getattr(module, "num_experts", 0)
     ]
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """The modules that choose a layer's experts, in the layers' order; their outputs are logits
+    `[L, E]`, weights, ids. [] if they are not such modules."""
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("router")]
+    return routers if len(routers) == len(experts_of(model)) else []
 
 
 def top_k(model: nn.Module) -> int:
@@ -35,10 +45,24 @@ def active(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters()) - round(idle)
 
 
+def check_balance(model: nn.Module, setting: str) -> None:
+    """Raises a UserError that begins with `setting` if a policy has no load-balancing loss."""
+    if not (routers_of(model) and _balance(model)):
+        lacks = "load-balancing loss in transformers" if experts_of(model) else "experts"
+        kind = cast(Any, model).config.model_type
+        raise UserError(f"{setting}: type {kind!r} has no {lacks}; set it to 0")
+
+
+def _balance(model: Any) -> Any:
+    """The loss that transformers has beside a policy's class; None if it has none there."""
+    return getattr(sys.modules[type(model.causal).__module__], "load_balancing_loss_func", None)
+
+
 class Load:
     """How many of a policy's or value model's tokens went to each expert."""
 
     def __init__(self, model: nn.Module):
+        self.model = model
         self.experts = experts_of(model)
         for module in self.experts:
             module.register_forward_pre_hook(_note)
@@ -54,6 +78,20 @@ class Load:
             counts = ids.new_zeros(len(ids), self.experts[0].num_experts)
             counts.scatter_add_(1, ids, torch.ones_like(ids))
             self.counts = self.counts + counts if len(self.counts) else counts
+
+    def keep_logits(self) -> None:
+        """From now on routers keep the logits of the last forward pass, for `balance_loss`."""
+        for router in routers_of(self.model):
+            router.register_forward_hook(_keep_logits)
+
+    def balance_loss(self, batch: MicroBatch) -> Tensor:
+        """The load-balancing loss, 0-d, of the last forward pass: E times the sum over experts of
+        the choices that an expert got of a token, times its mean probability. Both are means over
+        the batch's response tokens, where these were chosen, and over layers."""
+        if not len(batch.chosen):
+            return torch.zeros((), device=batch.chosen.device)
+        logits = [batch.join(router.logits[batch.before]) for router in routers_of(self.model)]
+        return _balance(self.model)(tuple(logits), self.experts[0].num_experts, top_k(self.model))
 
     def figures(self, group: Group) -> dict[str, float]:
         """Of the group's tokens since `clear`; all of its ranks call it. By layers, the mean and
@@ -75,3 +113,7 @@ class Load:
 def _note(module: Any, inputs: tuple[Tensor, ...]) -> None:
     """Hook: the experts' inputs are states, ids `[L, k]`, weights."""
     module.chosen = inputs[1]
+
+
+def _keep_logits(module: Any, _: Any, output: tuple[Tensor, ...]) -> None:
+    module.logits = output[0]

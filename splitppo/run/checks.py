@@ -10,6 +10,8 @@ from splitppo.engine import build
 from splitppo.envs.player import turns_of
 from splitppo.envs.pool import load
 from splitppo.errors import UserError
+from splitppo.models.build import build as build_model
+from splitppo.models.experts import check_balance
 from splitppo.models.tensor import check_plan
 from splitppo.models.tokenizer import TEMPLATE
 from splitppo.placement import data_parallel
@@ -53,6 +55,10 @@ def preflight(resolved: Resolved) -> None:
     for name, model in resolved.models.items():
         if (size := config.set_shape(name).tensor) > 1:
             check_plan(model.config, model.kind, size, f"{setting_of(name)}={model.name}")
+    if coef := config.policy.router_aux_coef:
+        policy = build_model(resolved.models["policy"].config, "policy")
+        setting = f"policy.router_aux_coef={coef:g}: policy.path={config.policy.path}"
+        check_balance(policy, setting)
     if _on_hub(config):
         data.check_files(resolved.data)
     if not (config.rollout.stop or config.rollout.lengths or {*resolved.eos.values()} - {TEMPLATE}):

@@ -5,7 +5,8 @@ It imports nothing of the trainer. A row is one forward pass, without padding; a
 backward pass. Slow and literal on purpose. Papers: Schulman et al. 2017 (PPO), Schulman et al. 2016
 (GAE), Ye et al. 2020 (dual clip), Schulman 2020 (KL estimators), Loshchilov & Hutter 2019 (AdamW);
 of critics: VC-PPO (2503.01491), VAPO (2504.05118), SAO (2607.07508); Hu et al.
-2021 (LoRA); Agarwal et al. 2024 (on-policy distillation, 2306.13649).
+2021 (LoRA); Agarwal et al. 2024 (on-policy distillation, 2306.13649); Fedus et al. 2021 (Switch,
+2101.03961).
 """
 
 import re
@@ -94,6 +95,7 @@ class Hyper:
     coef: float = 0.0  # of what a teacher says
     top_k: int = 0
     divergence: str = "forward"
+    balance: float = 0.0  # weight of the routers' load-balancing loss over a mini-batch
     loss: Any = None  # a user's, of a row: log-probs, new and old, advantages, the reference's
     estimate: Any = None  # a user's advantages of all rows: rewards, values
 
@@ -152,6 +154,23 @@ def divergence_of(policy: Tensor, teacher: Tensor, h: Hyper) -> Tensor:
     m = ((p.exp() + q.exp()) / 2).log()
     jsd = (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1) / 2
     return {"forward": forward, "reverse": reverse, "jsd": jsd}[h.divergence]
+
+
+def balance_of(model: Any, rows: list[Row]) -> Tensor:
+    """Fedus et al. 2021 (Switch, eq. 4 to 6), as the mixtures' own code has it: f, the choices that
+    an expert gets of a token, and P, its mean probability, are means over tokens and layers."""
+    chosen, probabilities = [], []
+    for row in rows:
+        tokens = torch.tensor(row.prompt + row.response)
+        first = len(row.prompt) - 1
+        routed = model(input_ids=tokens[None], output_router_logits=True).router_logits
+        for logits in routed:
+            p = torch.softmax(logits[[first + i for i in row.actions]], dim=-1)
+            places = p.topk(model.config.num_experts_per_tok, dim=-1).indices
+            chosen.append(torch.zeros_like(p).scatter(1, places, 1.0))
+            probabilities.append(p)
+    f, p = torch.cat(chosen).mean(0), torch.cat(probabilities).mean(0)
+    return len(p) * (f * p).sum()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -442,6 +461,9 @@ def ppo_step(
             token_losses.append(surrogate * weights[i] + bonus)
         loss = aggregate(token_losses, h.aggregate)
         result.ratios.append(torch.cat(ratios))
+        if h.balance:
+            trained = [step.rows[i] for i in kept(rows, step, h)]
+            loss = loss + h.balance * balance_of(policy, trained)
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
     epochs = h.pretrain_epochs if pretrains else h.value_epochs or h.epochs

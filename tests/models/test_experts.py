@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_families import CPU, EXPERTS, PLAIN, configured, rows, written
+from test_families import CPU, EXPERTS, PLAIN, configured, preflown, rows, written
 from tiers import wide
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -256,6 +256,15 @@ def test_adapters_are_beside_linear_layers_alone(name: str) -> None:
     names = [weight for weight, _ in model.named_parameters() if "lora_" in weight]
     assert names
     assert not [weight for weight in names if "experts" in weight]
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("qwen3", "experts"), ("glm4-moe", "load-balancing loss")]
+)
+def test_a_loss_that_no_family_has_is_refused(name: str, lacks: str, tmp_path: Path) -> None:
+    written(tmp_path, configured(*PLAIN[name][:2]))
+    with pytest.raises(UserError, match=f"router_aux_coef=0.1: policy.path=.* has no {lacks}"):
+        preflown(tmp_path, "--policy.router-aux-coef=0.1")
 
 
 def test_what_experts_can_not_do_is_refused_by_name() -> None:
