@@ -55,6 +55,9 @@ def parallelize(
         cut_layers(model, tensor.size, tensor)
     if adapt:
         adapt(model)
+    # a layer that is computed again notes nothing, such as its experts' load; else the compiler
+    # would leave it out
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     exact = [model.get_submodule(name) for name in getattr(model, "float32", ())]
     layers = transformer_layers(model)
     for i, layer in enumerate(layers):

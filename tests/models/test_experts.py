@@ -80,6 +80,8 @@ def on_ranks(rank: int, folders: dict[str, Path], modes: dict[str, tuple[bool, b
         figures = learner.update(rollout, steps, fields, objective, step=1, epochs=1)
         after = {n: w.clone() for n, w in learner.weights(torch.float32)}
         results[name] = before, figures, after
+        broken = torch._dynamo.utils.counters.pop("graph_break", {})
+        assert not any("side effect" in reason for reason in broken), broken
     return results
 
 
