@@ -231,6 +231,7 @@ class _TensorsOnly(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             # Python 3.11.2 pickles an enumeration's members with it
             return lambda _, member: _MEM_FORMAT_ENCODING[member]
+        module = module.removesuffix("._local")  # Python 3.13's name of pathlib
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy
@@ -367,6 +367,13 @@ def test_a_member_of_the_one_enumeration_may_be_named(kind: Any, name: str, read
     else:
         with pytest.raises(KeyError, match="numel"):
             reader.load()
+
+
+def test_a_checkpoint_of_another_python_is_read(tmp_path: Path) -> None:
+    """Python 3.13 pickles a path by another name than 3.12 and 3.14."""
+    for module in ("pathlib", "pathlib._local"):
+        text = f"c{module}\nPosixPath\n(V/a\ntR.".encode()  # protocol 0
+        assert checkpoint._TensorsOnly(io.BytesIO(text)).load() == PosixPath("/a")
 
 
 def test_nothing_but_tensors_is_read(tmp_path):
