@@ -226,9 +226,10 @@ def act_rank(group: Group) -> tuple:
 
     forward = lambda *_, **__: [packed(OLD, rank), packed(ENTROPY, rank)]  # noqa: E731
     runner = SimpleNamespace(group=group)
+    ratios = {"ratio_mean": 2.0, "ratio_square": 5.0}
     steps = [
-        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0},
-        {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0},
+        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0, **ratios},
+        {"loss": 3.0, "grad_norm": 4.0, "skipped": 0.0, **ratios},
     ]
     given: list[Any] = []
 
@@ -325,6 +326,7 @@ def test_what_policy_and_generator_tell_and_hand_on():
             0.0,
         )
         assert (second["actor/skipped"], second["actor/pg_loss"]) == (1.0, 1.0)
+        assert (first["actor/ratio_ess"], second["actor/ratio_ess"]) == (0.0, 4 / 5)
         assert (third["actor/skipped"], third["actor/pg_loss"], third["actor/grad_norm"]) == (
             1.0,
             2.0,
