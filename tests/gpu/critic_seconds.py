@@ -8,7 +8,8 @@ mean, which needs whole rows.
 windows, one arm after the other; OUT/speed.json gets the response tokens a second of the last
 steps. An arm that fails ends no other. `table` reads the study's scores by tokens (critic_block.py)
 and shows them by seconds, at the speed of each: means of the seeds with 95 % intervals. It takes
-for granted that a token teaches as much in a row that goes on as in a whole one (docs/partial_rollouts.md).
+for granted that a token teaches as much in a row that goes on as in a whole one
+(docs/partial_rollouts.md).
 """
 
 import argparse
