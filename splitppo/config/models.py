@@ -67,9 +67,8 @@ class PolicyConfig:
     (and a tied output layer), `body` (all but the output layer), or regular expressions searched in
     a weight's Hugging Face name."""
     router_aux_coef: float = 0.0
-    """Weight of the load-balancing loss that a mixture of experts was pretrained with: transformers'
-    own for the model's type, over the response tokens of each micro-batch. 0.001 is common. 0:
-    off."""
+    """Weight of the load-balancing loss of a mixture's pretraining: transformers' own for the
+    model's type, over the response tokens of each micro-batch. 0.001 is common. 0: off."""
     offload: Offload = "auto"
     """What moves to pinned host memory while it is not needed. `none`: nothing. `optimizer`:
     AdamW's moments. `all`: also the weights' shards. `auto`: in a colocated run, as much as the

@@ -181,11 +181,9 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path, monkeypatch: pytest.Monk
     plain = written(tmp_path, configured("qwen3_moe", EXPERTS)).state_dict()
     stored = open_folder(str(tmp_path), build(read_config(str(tmp_path)), "policy"))
     names: list[str] = []
-    read = Stored._read
+    read = Stored._slice
     monkeypatch.setattr(
-        Stored,
-        "_read",
-        lambda self, name, *where: [names.append(name), read(self, name, *where)][1],
+        Stored, "_slice", lambda self, name: [names.append(name), read(self, name)][1]
     )
     weight = "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(stored.read(weight, (slice(1, 3),)), plain[weight][1:3])
