@@ -57,24 +57,24 @@ def test_only_the_tests_of_gpus_see_them(
 
 
 @pytest.mark.parametrize(
-    ("visible", "workers", "parts"),
+    ("visible", "workers", "orders"),
     [
-        ("0,1,2,3", 2, ["0,1", "2,3"]),
-        ("0,1,2,3", 4, ["0", "1", "2", "3"]),
-        ("GPU-a,GPU-b", 5, ["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-a"]),
+        ("0,1,2,3", 2, ["0,1,2,3", "2,3,0,1"]),
+        ("0,1,2", 3, ["0,1,2", "1,2,0", "2,0,1"]),
+        ("GPU-a,GPU-b", 5, ["GPU-a,GPU-b", "GPU-b,GPU-a"] * 2),
         ("7", 2, ["7", "7"]),
         ("4,5,6", 1, ["4,5,6"]),
     ],
 )
-def test_each_worker_has_its_own_gpus(
-    visible: str, workers: int, parts: list[str], monkeypatch: pytest.MonkeyPatch
+def test_each_worker_begins_with_another_gpu(
+    visible: str, workers: int, orders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
-    for worker, part in enumerate(parts):
+    for worker, order in enumerate(orders):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
         monkeypatch.setenv(VISIBLE, visible)
         choose("gpu")
-        assert os.environ[VISIBLE] == part
+        assert os.environ[VISIBLE] == order
 
 
 GIB = 2**30

@@ -276,18 +276,27 @@ def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
         return Process([])
 
 
-def test_a_gpu_that_another_process_uses_too_gets_a_line(tmp_path: Path) -> None:
-    """Also if the worker's error stands far before its parent's."""
-    process: Any = Process.__new__(Process)
-    process.popen = SimpleNamespace(pid=7, returncode=1, wait=lambda _: 1)
-    process.log = tmp_path / "engine.log"
-    lines = ["AssertionError: Memory usage increased after sleeping.", *["a line"] * 60]
-    process.log.write_text("\n".join(lines))
-    first, second, *_ = str(process.exit_report()).splitlines()
-    assert first.startswith("another process took memory of the engine's GPU")
-    assert second.startswith("the vLLM engine (process 7) ended with status 1")
-    process.log.write_text("RuntimeError: out of memory")
-    assert str(process.exit_report()).startswith("the vLLM engine")
+BESIDE = """
+from vllm.v1.worker import gpu_worker
+def sleep(worker, level):
+    raise AssertionError(worker)
+gpu_worker.Worker.sleep = sleep
+import splitppo.engine.vllm.worker
+gpu_worker.Worker.sleep("Memory usage increased after sleeping.", level=2)
+print("asleep", flush=True)
+gpu_worker.Worker.sleep("The engine has no worker.")
+"""
+
+
+@pytest.mark.vllm
+def test_an_engine_sleeps_on_a_gpu_that_another_process_uses_too() -> None:
+    skip_without_vllm()
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "another process took memory of this GPU" in done.stdout
+    assert done.stdout.endswith("asleep\n")
+    assert done.stderr.endswith("AssertionError: The engine has no worker.\n")
 
 
 KILLED = """

@@ -2,8 +2,8 @@
 
     python tests/gpu/suite.py [pytest's arguments]
 
-First those that share a GPU, then those that need a whole one, then those that need two (the mark
-`gpus`). Each worker has GPUs of its own (devices.choose). Prints the minutes of each part; ends
+First those that share GPUs, then those that need a whole one, then those that need two (the mark
+`gpus`). Each worker begins with another GPU (devices.choose). Prints the minutes of each part; ends
 with the first status that is not 0.
 """
 

@@ -32,9 +32,7 @@ __all__ = ["inputs"]  # the fixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(600)]
-two_gpus = whole_gpus(2)
-# vLLM gives up if another process takes memory of the GPU while the engine goes to sleep
-alone = whole_gpus(1)
+two_gpus = needs_gpus(2)
 
 PLAIN = {
     "compute__device": "cuda",
@@ -105,14 +103,8 @@ def distances(inputs: Path, seen: dict, due: dict) -> tuple[float, float, float]
     return max(losses), max(norms), (off / moved) ** 0.5
 
 
-def marks(gpus: int, engine__kind: str = "hf", **_: Any) -> list[pytest.MarkDecorator]:
-    """What a case needs."""
-    return whole_gpus(gpus) if gpus > 1 or engine__kind == "vllm" else []
-
-
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=marks(gpus, **flags)) for name, (gpus, flags) in CASES.items()],
+    "name", [pytest.param(name, marks=needs_gpus(gpus)) for name, (gpus, _) in CASES.items()]
 )
 def test_the_program_is_the_paper(name: str, inputs: Path, tmp_path: Path) -> None:
     """Colocated, split, in windows, offloaded, packed and padded, compiled, with either engine, in
@@ -209,7 +201,6 @@ def test_vllm_has_the_weights_of_a_family(family: str, tmp_path: Path) -> None:
     assert found.max() < CLOSE
 
 
-@pytest.mark.gpus(count=1)
 def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
     """With all defaults: vLLM if it is there, bfloat16, compiled layers."""
     folder = tmp_path / "run"
@@ -234,8 +225,8 @@ def test_the_tools_work_on_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        *(pytest.param(job, marks=alone) for job in ("1.5B", "1.5B-all", "0.5B-ckpt")),
-        pytest.param("1.5B-tp2", marks=two_gpus),
+        pytest.param(job, marks=whole_gpus(JOBS[job][1]))
+        for job in ("1.5B", "1.5B-all", "0.5B-ckpt", "1.5B-tp2")
     ],
 )
 def test_the_estimated_memory_is_what_pytorch_allocates(job: str, tmp_path: Path) -> None:

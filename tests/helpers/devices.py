@@ -12,7 +12,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def choose(markers: str) -> None:
     """Hides the GPUs from this process and from all that it starts, unless `-m` (`markers`) asks
-    for their tests; from a worker of several, those of the others. Comes before anything uses a
+    for their tests. Of several workers, each begins with another GPU. Comes before anything uses a
     GPU: what the driver has told once stays."""
     if not re.search(r"(?<!not )\bgpus?\b", markers):
         os.environ[VISIBLE] = ""
@@ -20,15 +20,15 @@ def choose(markers: str) -> None:
         visible = os.environ.get(VISIBLE)
         names = [str(i) for i in range(gpus())] if visible is None else visible.split(",")
         workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        part = gpus_of(names, int(worker.removeprefix("gw")), workers)
-        os.environ[VISIBLE] = ",".join(part)
+        order = gpus_of(names, int(worker.removeprefix("gw")), workers)
+        os.environ[VISIBLE] = ",".join(order)
 
 
 def gpus_of(names: list[str], worker: int, workers: int) -> list[str]:
-    """The GPUs of a worker: as many as each can have for itself, or one that it shares."""
-    count = max(1, len(names) // workers)
-    first = worker * count % max(1, len(names))
-    return names[first : first + count]
+    """The GPUs as a worker sees them. The first ones are for its tests alone, as many as each of
+    the workers can have; with more workers than GPUs several begin with the same one."""
+    first = worker * max(1, len(names) // workers) % max(1, len(names))
+    return names[first:] + names[:first]
 
 
 def gpus() -> int:

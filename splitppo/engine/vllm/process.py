@@ -20,13 +20,6 @@ from splitppo.job.child import clean_environment
 # variables with the settings of PyTorch's allocator
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
-# what vLLM says if the GPU has less free memory after the engine released its own
-SLEEPLESS = "Memory usage increased after sleeping"
-SHARED_GPU = (
-    "another process took memory of the engine's GPU while the engine released its own; leave the "
-    "GPU to one run, or set --engine.sleep=off if both fit:"
-)
-
 
 class EngineError(RuntimeError):
     """The engine's process failed. The message holds the end of its log, with a traceback if there
@@ -130,10 +123,7 @@ class Process:
             f"the vLLM engine (process {self.popen.pid}) {how}; "
             f"the end of {self.log or 'its output'}:"
         )
-        report = "\n".join([heading, *errors, *lines[-30:]])
-        if SLEEPLESS in report:
-            report = f"{SHARED_GPU}\n{report}"
-        return EngineError(report)
+        return EngineError("\n".join([heading, *errors, *lines[-30:]]))
 
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`,

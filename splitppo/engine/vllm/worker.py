@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_worker
 
 from splitppo.engine.vllm.messages import Entry
 from splitppo.engine.vllm.weight_check import Received, Report
@@ -51,6 +52,24 @@ if current_platform.is_cpu():
     utils.dispatch_cpu_unquantized_gemm = _plain_linear
     for name in ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts", "ArmCPUUnquantizedExperts"):
         setattr(cpu_moe, name, _PlainExperts)
+
+
+def _beside_others(sleep: Any) -> Any:
+    """vLLM's `sleep`, also on a GPU that another process uses. At its end, with all memory
+    released, it demands that more is free than before; the other may have taken that."""
+
+    def call(worker: Any, level: int = 1) -> None:
+        try:
+            sleep(worker, level)
+        except AssertionError as error:
+            if "Memory usage increased" not in str(error):
+                raise
+            print("another process took memory of this GPU while the engine went to sleep")
+
+    return call
+
+
+gpu_worker.Worker.sleep = _beside_others(gpu_worker.Worker.sleep)
 
 
 class WeightReceiver:
