@@ -20,15 +20,17 @@ from test_families import PLAIN, configured
 HEAD = f"""# Which model types train
 
 Made by `python tests/models/families.py > docs/families.md`, with transformers \
-{transformers.__version__}. Small models
-with random weights must give transformers' own outputs. \
+{transformers.__version__}. Version 5.17, which
+requirements.txt pins for GPUs, gives the same table, except that GPT-J is padded. \
+Small models with random weights must give \
+the outputs of transformers.
 `python -m pytest -m families` also trains each of them.
 
-* packed: rows run one behind the other, without padding. \
-padded: rows run beside each other with padding.
-* Other types are tried when a run begins, and refused with the reason if they fail. \
-The dry run does that too.
-* Refused as a whole: encoders, encoder-decoders, models of pictures or sound.
+* **packed**: the rows of a batch are stored one after another, without padding.
+* **padded**: the rows are stored side by side, filled to equal length.
+* **Other types** are tested when a run starts, and in a dry run. If a test fails, the type is \
+refused with the reason.
+* **Refused without a test**: encoders, encoder-decoder models, models with pictures or sound.
 
 | model | type | as policy | as critic |
 |---|---|---|---|"""
