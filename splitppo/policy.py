@@ -32,7 +32,6 @@ class Policy:
         outputs: what is read off the policy.
         reference: None if no KL coefficient asks for one, or if the critic group holds it.
         dtype: of the engine's weights.
-        surrogate: the loss of the advantages; None: PPO's.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Policy:
         reference: Reference | None,
         *,
         dtype: torch.dtype,
-        surrogate: "Surrogate | None" = None,
     ):
         self.context = context
         self.learner = learner
@@ -51,7 +49,7 @@ class Policy:
         self.reference = reference
         self.group = learner.runner.group
         self.dtype = dtype
-        self.surrogate = surrogate or Surrogate(context)
+        self.surrogate = Surrogate(context)  # the loss of the advantages
         # what the critic group sends of each token, by name; here without tokens
         self.signals: Fields = {"advantages": torch.zeros(0)}
         if context.config.has_teacher:
@@ -66,8 +64,6 @@ class Policy:
 
     def warm_up(self) -> None:
         """Compiles what the first step would, while the engine is being built."""
-        surrogate = self.surrogate
-        self.surrogate = Surrogate(self.context)  # zeros are no rows for a user's loss
         self.learner.warm_up(
             partial(self._outputs, entropy=True),
             self._objective,
@@ -77,7 +73,6 @@ class Policy:
                 [x.new_zeros(len(zeros), *x.shape[1:]) for x in self.signals.values()],
             ),
         )
-        self.surrogate = surrogate
         if self.reference:
             self.reference.logprobs(dummy_rollout())
             self.reference.release_memory()

@@ -40,8 +40,8 @@ from splitppo.placement import place
 from splitppo.rollout import Episode, episode_of
 from splitppo.run import checkpoint
 from splitppo.run import main as run_main
-from splitppo.tools import evaluate
 from splitppo.tools.export import export
+from splitppo.tools.held_out import _of_model
 from splitppo.tools.saved import load_model
 
 peft = pytest.importorskip("peft")
@@ -299,7 +299,7 @@ def test_what_eval_scores_of_an_adapter_is_its_base_with_it(inputs, trained_adap
         AutoModelForCausalLM.from_pretrained(inputs / "policy"), trained_adapter
     )
     due = due.merge_and_unload().state_dict()
-    merged = evaluate._of_model(str(trained_adapter), [])[1]()
+    merged = _of_model(str(trained_adapter), [])[1]()
     assert merged.keys() <= due.keys()
     for name, weight in merged.items():
         torch.testing.assert_close(weight.detach(), due[name], rtol=0, atol=1e-6)
@@ -571,8 +571,6 @@ def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"r": 3, "lora_alpha": 3}, "names no base model"),
-        ({"r": 3, "lora_alpha": 3, "base_model_name_or_path": ["a"]}, "names no base model"),
         ({"r": 0, "lora_alpha": 3}, "has r=0"),
         ({"r": 4.0, "lora_alpha": 3}, r"has r=4\.0"),
         ({"r": True, "lora_alpha": 3}, "has r=True"),
@@ -580,11 +578,12 @@ def test_what_is_refused(said, inputs, trained_adapter, tmp_path, capsys, monkey
         ({"r": 4, "lora_alpha": "8"}, "has lora_alpha='8'"),
     ],
 )
-def test_an_adapters_base_is_named_or_asked_for(settings, said, tmp_path):
+def test_an_adapter_that_is_scored_names_its_base(settings, said, tmp_path):
     (tmp_path / lora.SETTINGS).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=said):
-        lora.base_of(tmp_path)
+        _of_model(str(tmp_path), [])
     (tmp_path / lora.SETTINGS).write_text(
         json.dumps({"r": 2, "lora_alpha": 0.5, "base_model_name_or_path": "org/base"})
     )
-    assert lora.base_of(tmp_path) == "org/base"
+    assert _of_model(str(tmp_path), [])[0].policy.path == "org/base"
+    assert _of_model(str(tmp_path), ["--policy.path=mine"])[0].policy.path == "mine"

@@ -4,8 +4,6 @@ rewards that are written to a file."""
 import inspect
 import json
 import linecache
-import logging
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +12,6 @@ import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +26,7 @@ from splitppo.run.launcher import run
 
 PAGE = Path(__file__).parents[1] / "docs" / "notebooks.md"
 NEEDS = "needs Jupyter: pip install nbconvert ipykernel"
+REAL = sys.executable
 BEGUN = "from splitppo import Config, run\ndef score(**row): return 1.0\n"
 # interrupts all processes of the kernel's group, as Jupyter does, once the run has a step
 INTERRUPT = """
@@ -159,13 +157,14 @@ def test_a_failure_ends_the_cell_with_its_cause(name: str, program: Path, capsys
 def test_flags_of_a_cell(program: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the kernel's own command line are none."""
     monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "/tmp/kernel.json"])
-    program.write_text('#!/bin/sh\necho "$SPLITPPO_CELL" "$@"\n')
+    program.write_text('#!/bin/sh\necho "$@"\n')
     run(Config(steps=3), argv=["--nproc_per_node", "2", "--seed", "4"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     run(Config(steps=3))
-    begin = "1 -m splitppo train --standalone"
+    begin = "-m splitppo train --standalone --nproc-per-node="
     assert capsys.readouterr().out.splitlines() == [
-        f"{begin} --steps 3 --nproc_per_node 2 --seed 4",
-        f"{begin} --steps 3",
+        f"{begin}1 --steps 3 --nproc_per_node 2 --seed 4",
+        f"{begin}4 --steps 3",
     ]
     with pytest.raises(UserError, match=r"more\.py: unknown word"):
         run(Config(), argv=["more.py"])
@@ -201,25 +200,16 @@ def test_an_interrupt_is_handed_on(program: Path, monkeypatch: pytest.MonkeyPatc
     assert (session, more) == (process, ["saving", "saved"])
 
 
-def test_the_ranks_of_a_cell_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher gets SIGTERM when the kernel ends; there is a rank for each GPU; the ranks don't
-    know of a cell."""
-    by: list[int] = []
-    seen: list[str] = []
-    monkeypatch.setattr(launcher, "kill_with_parent", by.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torchrun, "run", lambda flags: seen.append(flags.nproc_per_node))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(logging, "disable", lambda: None)
-    for cell, flags, ranks in (
-        ({}, [], "1"),
-        ({launcher.CELL: "1"}, [], "4"),
-        ({launcher.CELL: "1"}, ["--nproc-per-node=2"], "2"),
-    ):
-        with mock.patch.dict(os.environ, cell):
-            assert launcher.launch(["--standalone", *flags], ["--steps=1"]) == 0
-            assert (seen.pop(), launcher.CELL in os.environ) == (ranks, False)
-    assert by == [signal.SIGTERM] * 2
+@pytest.mark.ranks
+def test_the_ranks_of_a_cell_end_with_it(program: Path, capsys) -> None:
+    """The launcher gets SIGTERM when the thread of the kernel's cells ends. The first number of
+    ranks is the cell's, and a later one wins."""
+    code = "import ctypes as c; n = c.c_int(); c.CDLL(None).prctl(2, c.byref(n)); print(n)"
+    program.write_text(f'#!/bin/sh\nexec {REAL} -c "{code}"\n')
+    run(Config(steps=3))
+    assert capsys.readouterr().out == f"c_int({int(signal.SIGTERM)})\n"
+    flags, _ = launcher.split(["--nproc-per-node=1", "--nproc_per_node", "2"])
+    assert torchrun.get_args_parser().parse_args([*flags, "x"]).nproc_per_node == "2"
 
 
 def cell_by_cell(monkeypatch: pytest.MonkeyPatch, folder: Path, *cells: str) -> ModuleType:

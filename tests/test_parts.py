@@ -19,7 +19,8 @@ from torch import Tensor
 from splitppo.config import rules
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.policy import Policy, Surrogate, UsersLoss
+from splitppo.policy import Surrogate, UsersLoss
+from splitppo.run.build import Builder
 from splitppo.run.checks import check_inputs
 from splitppo.run.folder import check_same_run, inputs_of, write_run_files
 from splitppo.run.parts import find_parts
@@ -240,18 +241,19 @@ def test_a_changed_file_is_another_run(tmp_path, file, setting):
 
 def test_compiling_calls_no_loss_of_the_users():
     """Its rows are zeros."""
-    context: Any = SimpleNamespace(config=parse([]))
+    builder: Any = object.__new__(Builder)
+    builder.parts = {"loss": lambda **_: pytest.fail("it was called")}
+    builder.context = SimpleNamespace(config=parse([]))
+    builder.resolved = SimpleNamespace(dtype=torch.float32)
+    builder.outputs = None
+    learner = SimpleNamespace(runner=SimpleNamespace(group=None))
+    builder.generator = builder._reference = lambda *_: None
+    builder._runner = builder._learner = lambda *_: learner
     used: list[Any] = []
-    learner: Any = SimpleNamespace(
-        runner=SimpleNamespace(group=None),
-        warm_up=lambda *_, **__: used.append(type(policy.surrogate)),
-    )
-    loss = UsersLoss(context, lambda **_: pytest.fail("it was called"))
-    outputs: Any = max  # nothing is computed
-    policy = Policy(context, learner, outputs, None, dtype=torch.float32, surrogate=loss)
-    policy.warm_up()
+    builder._warm_up = lambda policy: used.append(type(policy.surrogate))
+    _, policy = builder.actor()
     assert used == [Surrogate]
-    assert policy.surrogate is loss
+    assert type(policy.surrogate) is UsersLoss
 
 
 def test_the_pages_command_is_a_run(tmp_path, file, monkeypatch):

@@ -163,7 +163,7 @@ class Adapter(Trainable):
         other layers, or has a setting that may change what it computes."""
         if not (folder := start or self.settings.path):
             return []
-        settings = _read_settings(Path(folder))
+        settings = read_settings(Path(folder))
         setting = f"{self.kind}.lora"
         for name, key, due in (
             ("rank", "r", self.settings.rank),
@@ -272,7 +272,7 @@ class FrozenAdapter(Adapter):
 def frozen(folder: Path, base: str, digest: Callable[[], str], where: str) -> FrozenAdapter:
     """What a folder of peft's says of its adapters; the last arguments are as `Adapter` has
     them."""
-    settings = _read_settings(folder)
+    settings = read_settings(folder)
     tensors = open_tensors(folder / WEIGHTS)
     named = sorted({name.partition(".lora_")[0] for name in tensors.keys()})  # noqa: SIM118
     targets = tuple(f"^{re.escape(name.removeprefix(PEFT))}$" for name in named)
@@ -290,18 +290,7 @@ def peft_name(name: str) -> str:
     return PEFT + re.sub(ADAPTER, r".lora_\1.", name)
 
 
-def base_of(folder: Path) -> str:
-    """The name of the model that an adapter is of. Raises a UserError if its settings have none."""
-    base = _read_settings(folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise UserError(
-            f"{folder}: {SETTINGS} names no base model (base_model_name_or_path={base!r}); write "
-            "the folder or hub name of the base there"
-        )
-    return base
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
     """An adapter's settings. Raises a UserError if they can't be read, or one of them may change
     what it computes."""
     try:

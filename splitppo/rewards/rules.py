@@ -113,16 +113,15 @@ def reasoning_gym(
     """What the row's task of reasoning_gym scores: the text in the last <answer>...</answer>, or
     else the whole response."""
     task = _gym_task(data_source.partition(":")[2], json.dumps(extra_info["settings"]))
-    utils = importlib.import_module("reasoning_gym.utils")
-    answer = utils.extract_answer(solution_str) or solution_str.strip()
-    return task.score_answer(answer, extra_info["entry"])
+    extract = importlib.import_module("reasoning_gym.utils").extract_answer
+    return task.score_answer(extract(solution_str) or solution_str.strip(), extra_info["entry"])
 
 
 @functools.cache
 def _gym_task(name: str, settings: str) -> Any:
     """A task that scores answers; it makes no rows."""
-    more = json.loads(settings) | {"size": 1, "seed": 0}
-    return importlib.import_module("reasoning_gym").create_dataset(name, **more)
+    gym = importlib.import_module("reasoning_gym")
+    return gym.create_dataset(name, **json.loads(settings) | {"size": 1, "seed": 0})
 
 
 def _text(rule: str, need: str, data_source: str, ground_truth: Any) -> str:

@@ -33,7 +33,7 @@ from splitppo.models.learner import Learner
 from splitppo.models.runner import Reference, Runner
 from splitppo.models.tokenizer import read_tokenizer
 from splitppo.placement import Role
-from splitppo.policy import Policy, Surrogate, UsersLoss
+from splitppo.policy import Policy, UsersLoss
 from splitppo.rewards.model import RewardModel, RewardText, longest_text
 from splitppo.rewards.scorer import Scorer
 from splitppo.run import memory
@@ -112,21 +112,14 @@ class Builder:
         generator = self.generator()
         runner = self._runner("actor")
         try:
-            users_loss = self.parts.get("loss")
-            surrogate = Surrogate(self.context)
-            if users_loss:
-                surrogate = UsersLoss(self.context, users_loss)
             learner = self._learner("policy", runner)
             reference = self._reference("actor", runner, learner)
             policy = Policy(
-                self.context,
-                learner,
-                self.outputs,
-                reference,
-                dtype=self.resolved.dtype,
-                surrogate=surrogate,
+                self.context, learner, self.outputs, reference, dtype=self.resolved.dtype
             )
             self._warm_up(policy)
+            if users_loss := self.parts.get("loss"):  # the rows of a warm-up are none for it
+                policy.surrogate = UsersLoss(self.context, users_loss)
         except BaseException:
             generator.engine.close()
             raise

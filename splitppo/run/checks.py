@@ -21,7 +21,7 @@ from splitppo.run.folder import check_run_folder
 from splitppo.run.models import TRAINED, setting_of
 from splitppo.run.parts import find_parts
 from splitppo.run.resolve import Resolved, check_groups
-from splitppo.run.trackers import check_trackers
+from splitppo.run.trackers import find_tracker
 
 
 def check_inputs(config: Config) -> None:
@@ -38,7 +38,8 @@ def check_inputs(config: Config) -> None:
     if not _on_hub(config):
         data.check_files(config.data, config.seed)
     data.read_lengths(config.rollout)
-    check_trackers(config)
+    for name in config.log.trackers:
+        find_tracker(name)
 
 
 def _on_hub(config: Config) -> bool:

@@ -18,7 +18,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -278,10 +277,9 @@ def facts_of(config: Config) -> dict[str, str]:
 def command_line() -> str:
     """The command that started this process, as a shell takes it; of a rank torchrun's, or that of
     `splitppo train`."""
-    words = sys.orig_argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the rank's parent
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-    program, *more = words
+    # torchrun is the rank's parent
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    program, *more = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
     if more and not more[0].startswith("-") and not more[0].endswith(".py"):
         program, *more = more  # `python .../bin/torchrun`
     return shlex.join([os.path.basename(program), *more])

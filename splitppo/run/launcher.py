@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -36,10 +35,7 @@ SCRIPT = (  # as `python FILE` does
     f"{START} sys.argv.pop(0); sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]));"
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-
-
-CELL = "SPLITPPO_CELL"  # environment variable: a notebook's cell has started this process
-CAUSE = re.compile(r"error: |[\w.]+(Error|Exception)\b")  # how the line of a cause begins
+CAUSE = r"error: |[\w.]+(Error|Exception)\b"  # how the line of a cause begins
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -70,11 +66,6 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
     elif not Path(argv[0]).is_file():
         raise UserError(f"{argv[0]}: no such script (from {Path.cwd()}); name a file")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is imported
-    if os.environ.pop(CELL, None):
-        kill_with_parent(signal.SIGTERM)
-        from torch.cuda import device_count
-
-        flags = [f"--nproc-per-node={device_count() or 1}", *flags]
     from torch.distributed import run as torchrun  # takes seconds
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
@@ -172,23 +163,26 @@ def launch_from_cell(flags: Sequence[str]) -> None:
     its lines; without `--nproc_per_node` on one rank for each GPU, or on one. It ends with this
     process. An interrupt is handed on as Ctrl-C. Raises UserError with the cause of a failure, and
     KeyboardInterrupt if the cell was interrupted."""
+    from torch.cuda import device_count
+
     interrupted = False
-    last: deque[str] = deque(maxlen=20)
+    said: list[str] = []
+    ranks = f"--nproc-per-node={device_count() or 1}"
     with subprocess.Popen(
-        [sys.executable, "-m", "splitppo", "train", "--standalone", *flags],
+        [sys.executable, "-m", "splitppo", "train", "--standalone", ranks, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | {CELL: "1"},
         start_new_session=True,  # Jupyter interrupts all processes of the kernel's group
+        preexec_fn=lambda: kill_with_parent(signal.SIGTERM),
     ) as launcher:
         lines = iter(cast(IO[str], launcher.stdout).readline, "")
         while launcher.returncode is None:
             try:
                 for line in lines:
                     print(line, end="")
-                    last.append(line)
+                    said.append(line)
                 launcher.wait()
             except KeyboardInterrupt:
                 interrupted = True
@@ -196,8 +190,8 @@ def launch_from_cell(flags: Sequence[str]) -> None:
     if interrupted:
         raise KeyboardInterrupt
     if launcher.returncode:
-        cause = max((i for i, line in enumerate(last) if CAUSE.match(line)), default=-1)
-        raise UserError("".join([*last][cause:]).removeprefix("error: ").strip())
+        cause = max((i for i, line in enumerate(said) if re.match(CAUSE, line)), default=-1)
+        raise UserError("".join(said[cause:]).removeprefix("error: ").strip())
 
 
 def script_of(argv: Sequence[str]) -> Sequence[str]:
@@ -208,18 +202,12 @@ def script_of(argv: Sequence[str]) -> Sequence[str]:
 def _interrupt(*_: object) -> None:
     """Hands the first Ctrl-C on to the ranks, which a terminal does not reach: they end after their
     step. With the second one torchrun ends them."""
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # torchrun's
     ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for rank in ranks:
         os.kill(int(rank), signal.SIGINT)
     if not ranks:
-        _end()
-
-
-def _end(*_: object) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    raise SignalException("interrupted", signal.SIGINT)
+        raise KeyboardInterrupt
 
 
 def _what(status: int, who: str) -> str:

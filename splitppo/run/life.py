@@ -42,6 +42,7 @@ from splitppo.run.resolve import Resolved
 from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
 
+GOAL = "log.stop_at"  # requests a stop when the score of held-out rows has come to it
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
@@ -199,11 +200,6 @@ class Run:
         if runtime.launch.rank == 0:
             say(screen.opening(resolved, self.folder, self.start, *prompts))
 
-    @property
-    def goal(self) -> str:
-        """What requests a stop when the score of held-out rows has come to it."""
-        return f"log.stop_at={self.config.log.stop_at}"
-
     def begin(
         self, generator: Generator | None, policy: Policy | None, critic: Critic | None
     ) -> None:
@@ -256,20 +252,19 @@ class Run:
             yield step
             if stop := self.runtime.status.stopped_by(step):
                 self.runtime.status.mark_stopped()
-                self.stopped = stop if step < self.config.steps and stop != self.goal else None
-                if stop == self.goal and self.runtime.launch.rank == 0:
-                    say(f"[actor] step {step}: {self.goal} is reached, and the run ends")
+                self.stopped = stop if step < self.config.steps and stop != GOAL else None
+                if stop == GOAL and self.runtime.launch.rank == 0:
+                    goal = self.config.log.stop_at
+                    say(f"[actor] step {step}: {GOAL}={goal} is reached, and the run ends")
                 return
 
     def answer_stop(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Actor ranks let all ranks know whether this step is the last: early in the step, or by
         the `metrics` at its end if a validation decides (`log.stop_at`)."""
         goal = self.config.log.stop_at if self.config.validates(step) else None
-        if goal is None and metrics is None:
-            self.runtime.status.answer_stop(step)
-        elif goal is not None and metrics is not None:
-            is_reached = metrics["val/score/mean"] >= goal
-            self.runtime.status.answer_stop(step, self.goal * is_reached)
+        if (goal is None) == (metrics is None):
+            reached = goal is not None and metrics is not None and metrics["val/score/mean"] >= goal
+            self.runtime.status.answer_stop(step, GOAL * reached)
 
     def save(self, role: Role, step: int, *parts: Generator | Policy | Critic) -> None:
         """Starts to write the role's part of a checkpoint, if the interval says so, or the run ends

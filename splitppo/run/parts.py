@@ -59,10 +59,11 @@ def _find(setting: str, named: str, arguments: tuple[str, ...]) -> Callable[...,
                 "not detached"
             )
         for at in (~result.isfinite()).nonzero().flatten()[:1].tolist():
-            packed = {
-                name: x for name, x in columns.items() if x is not None and x.shape == first.shape
-            }
-            values = ", ".join(f"{name}={x[at].item():g}" for name, x in packed.items())
+            values = ", ".join(
+                f"{name}={x[at].item():g}"
+                for name, x in columns.items()
+                if x is not None and x.shape == first.shape
+            )
             raise UserError(
                 f"{wrong} returned {result[at].item():g} for token {at} of {len(first)}, of "
                 f"{values}; return finite numbers"

@@ -21,20 +21,13 @@ from splitppo.run.files import Tail, parse_record, read_file, write_whole
 from splitppo.workers import find_in_file
 
 
-def check_trackers(config: Config) -> None:
-    """Raises UserError if a tracker can't be had."""
-    for name in config.log.trackers:
-        find_tracker(name)
-
-
 def find_tracker(name: str) -> Any:
     """The class of a tracker, which is made with (config, run_dir, start). Raises UserError if its
     package is not installed, or it is in no file, or lacks a method."""
     if name in TRACKERS:
         need(name, f"log.trackers={name}", name)
         return TRACKERS[name]
-    words = f"tracker; use {', '.join(TRACKERS)}"
-    tracker = find_in_file(name, "log.trackers", "tracker", words)
+    tracker = find_in_file(name, "log.trackers", "tracker", f"tracker; use {', '.join(TRACKERS)}")
     if not all(callable(getattr(tracker, method, None)) for method in ("write", "close")):
         raise UserError(
             f"log.trackers={name} has no methods write and close; write it as {DOCS}/parts.md says"

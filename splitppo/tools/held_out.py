@@ -64,10 +64,10 @@ def evaluate(name: str, flags: Sequence[str], out: Path | None) -> None:
     )
     launch = Launch.from_env()
     device = pick_device(config, launch)
-    local = launch.local_world
-    placement = place(config.placement, world=launch.world, local_world=local)
+    placement = place(config.placement, world=launch.world, local_world=launch.local_world)
     checks.check_inputs(config)
-    resolved, prompts = load_data(resolve(config, placement, local, device, probe=False))
+    resolved = resolve(config, placement, launch.local_world, device, probe=False)
+    resolved, prompts = load_data(resolved)
     runtime = Runtime(launch, placement, device, config.timeout)
     lines: list[Mapping[str, Any]] = []
     generator = Builder(resolved, runtime, Path(), None, prompts).generator()
@@ -76,11 +76,9 @@ def evaluate(name: str, flags: Sequence[str], out: Path | None) -> None:
         write=lambda _, rows: lines.extend(rows),
         most_written=len(prompts[1].prompts) * config.log.validate_samples,
     )
-    try:
-        generator.engine.load_weights(weights().items())
-        metrics = validator.run(0)
-    finally:
-        generator.close()
+    generator.engine.load_weights(weights().items())
+    metrics = validator.run(0)
+    generator.close()
     if launch.rank == 0:
         _show(metrics, lines, config.log.validate_samples, out or new_folder("eval"))
     runtime.work_done.set()
@@ -110,8 +108,10 @@ def _of_run(folder: Path, flags: Sequence[str]) -> tuple[Config, Weights] | None
 
 def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
     """Of a model, or of an adapter over the base that it names."""
-    is_adapter = Path(name, lora.SETTINGS).is_file()
-    config = parse(["--policy.path", lora.base_of(Path(name)) if is_adapter else name, *flags])
+    base = name
+    if Path(name, lora.SETTINGS).is_file():
+        base = str(lora.read_settings(Path(name)).get("base_model_name_or_path"))
+    config = parse(["--policy.path", base, *flags])
     if config.policy.path == "tiny":
         raise UserError("tiny is drawn anew in each run; name a run, or a model's folder")
     frozen = replace(config, teacher=TeacherConfig(path=name))
@@ -130,8 +130,8 @@ def _show(
     out.mkdir(parents=True, exist_ok=True)
     measured = {**metrics, "val/score/half_interval_95": half}
     files.write_whole(out / "metrics.json", json.dumps(measured, indent=1) + "\n")
-    rows = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-    files.write_whole(out / "rows.jsonl", rows)
+    texts = [json.dumps(line, ensure_ascii=False, default=str) for line in lines]
+    files.write_whole(out / "rows.jsonl", "\n".join([*texts, ""]))
     say(f"score {metrics['val/score/mean']:.4f} ± {half:.4f} (95 %, {len(by_prompt)} prompts)")
     for name, value in metrics.items():
         say(f"{name.removeprefix('val/'):<28} {value:.4g}")

@@ -111,11 +111,11 @@ def late_answer_rank(rank: int, argv: list[str]) -> int:
     """The signal comes in step 2, in which no row ends, and rank 0 is late with its answer."""
     answer = Status.answer_stop
 
-    def late(self: Status, step: int) -> None:
+    def late(self: Status, step: int, why: str) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(DELAY)
-        answer(self, step)
+        answer(self, step, why)
 
     cast(Any, Status).answer_stop = late
     return train.main(argv)

@@ -19,7 +19,7 @@ from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run import trackers
-from splitppo.run.trackers import Trackers, check_trackers, metrics_of
+from splitppo.run.trackers import Trackers, find_tracker, metrics_of
 
 MISSING = "a tracker's package is not installed: pip install -e '.[test]'"
 wandb: Any = pytest.importorskip("wandb", reason=MISSING)
@@ -34,6 +34,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "parts.md"
 ARGV = (
     "--rollout.batch-size=12 --ppo.mini-batches=2 --log.validate-every=2 --checkpoint.every=2"
 ).split()
+
+
+def check_trackers(config: Any) -> None:
+    for name in config.log.trackers:
+        find_tracker(name)
 
 
 def jsonl(path: Path) -> list[dict]:
