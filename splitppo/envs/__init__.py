@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitppo.errors import one_line, well_formed
-from splitppo.workers import FLOAT32_MAX, name_numbers
+from splitppo.workers import read_number, read_numbers
 
 ROLES = ("tool", "user", "system")  # in which an environment answers
 NO_ID = "0" * 9  # of a call; some templates refuse other ids than nine letters or digits
@@ -104,13 +104,10 @@ def read_turn(result: Any) -> Turn:
         raise TypeError(
             f"step returned {one_line(repr(result)[:120])}; return splitppo.envs.Turn(...)"
         )
-    reward = float(result.reward)
-    metrics = {name: float(number) for name, number in name_numbers(result.metrics).items()}
-    for name, number in [("reward", reward), *metrics.items()]:
-        if not abs(number) <= FLOAT32_MAX:  # NaN is no number
-            raise ValueError(
-                f"step returned {one_line(name[:80])}={number}; return a finite number of float32"
-            )
     return Turn(
-        read_messages(result.messages), reward, bool(result.done), bool(result.truncated), metrics
+        read_messages(result.messages),
+        read_number("reward", result.reward),
+        bool(result.done),
+        bool(result.truncated),
+        read_numbers(result.metrics),
     )

@@ -1,6 +1,5 @@
 """What samples on a rank of the actor group, and its verbs in the loops of train.py."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,14 +7,11 @@ import torch
 
 from splitppo.context import Context
 from splitppo.engine import RolloutEngine, Weights
-from splitppo.errors import say
 from splitppo.generator.sampler import Sampler
 from splitppo.generator.validation import Validator
 from splitppo.job.collectives import Group
 from splitppo.placement import StepPlan
 from splitppo.rollout import Episode, Rollout
-
-PROGRESS_S = 15.0  # seconds between two lines about a long rollout
 
 
 class Generator:
@@ -50,23 +46,12 @@ class Generator:
         self.sampler.move_open(self.group, plan.of_ranks("actor"))
 
     def generate(self, plan: StepPlan) -> Iterator[list[Episode]]:
-        """The rows of this rank's slots as they end; empty lists in between. Prints its progress if
-        it takes long."""
+        """The rows of this rank's slots as they end; empty lists in between."""
         config = self.context.config
         slots = plan.all_slots("actor", self.group.dp_rank)
-        done = 0
-        printed = time.monotonic()
-        for ended in self.sampler.generate(
+        return self.sampler.generate(
             self.engine, plan.step, slots, config.rollout, config.seed, self.group
-        ):
-            done += len(ended)
-            if self.group.is_first and time.monotonic() > printed + PROGRESS_S:
-                say(
-                    f"[actor]  step {plan.step:>4}  rollout: {done} rows have ended in this rank's "
-                    f"{len(slots)} slots"
-                )
-                printed = time.monotonic()
-            yield ended
+        )
 
     def release_engine(self, *, trained: bool) -> None:
         """The trainer needs the GPU now: the engine gives back the memory that an update will need.

@@ -17,7 +17,7 @@ from typing import Any
 from splitppo.errors import UserError, need, one_line
 from splitppo.rewards import rules
 from splitppo.rewards.cells import write_cell
-from splitppo.workers import FLOAT32_MAX, Failure, Handler, find_in_file, is_async, name_numbers
+from splitppo.workers import Failure, Handler, find_in_file, is_async, read_number, read_numbers
 
 # Takes the keyword arguments data_source, solution_str, ground_truth and extra_info, and `prompt`
 # and `messages` if it has parameters of these names. Returns a number, or a dict with `score` and
@@ -162,7 +162,7 @@ def read_result(result: Any, text: str = "") -> Outcome:
     }
     try:
         spans = _read_spans(parts.pop("spans"), text) if "spans" in parts else None
-        numbers = {name: _number(name, part) for name, part in name_numbers(parts).items()}
+        numbers = read_numbers(parts)
         return numbers.pop("score"), numbers, spans
     except (KeyError, ValueError) as error:
         reason = "it has no score" if isinstance(error, KeyError) else error
@@ -178,7 +178,7 @@ def _read_spans(pairs: Any, text: str) -> Spans:
     """Pairs (end, reward) of any numbers. Raises ValueError if they are none, or an end is no
     character of the text, counted from 1."""
     try:
-        spans = [(_number("end", end), _number("reward", reward)) for end, reward in pairs]
+        spans = [(read_number("end", end), read_number("reward", reward)) for end, reward in pairs]
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"spans are pairs (end, reward): {error}") from error
     for end, reward in spans:
@@ -188,17 +188,3 @@ def _read_spans(pairs: Any, text: str) -> Spans:
                 "solution_str, which count from 1"
             )
     return [(int(end), reward) for end, reward in spans]
-
-
-def _number(name: str, value: Any) -> float:
-    """`value` as a float. It may be one of Python's numbers (Decimal and Fraction, too), numpy's or
-    torch's, alone or as the only element of a list, array or tensor. Raises ValueError if it is
-    not one number, or not finite in float32."""
-    with suppress(Exception):  # each library has its own errors
-        while type(value) in (list, tuple) and len(value) == 1:
-            value = value[0]
-        value = value.item() if hasattr(value, "item") else value
-        number: float = value.__float__()  # which a text lacks
-        if abs(number) <= FLOAT32_MAX:
-            return number
-    raise ValueError(f"{name!r} is not a finite number")

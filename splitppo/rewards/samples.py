@@ -53,9 +53,6 @@ def record(
                 message["value"] = values[end - span]
     if tokens:
         line["tokens"] = {name: column[:RECORDED_TOKENS] for name, column in tokens.items()}
-        more = max(map(len, tokens.values())) - RECORDED_TOKENS
-        if more > 0:
-            line["tokens_left_out"] = more
     return line
 
 

@@ -126,7 +126,7 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a row: the question in place of the rendered prompt, and neither
     figures of single tokens nor messages of single turns."""
-    hidden = ["tokens", "tokens_left_out", "turns", *["prompt"] * ("question" in row)]
+    hidden = ["tokens", "turns", *["prompt"] * ("question" in row)]
     return {name: value for name, value in row.items() if name not in hidden}
 
 

@@ -181,13 +181,27 @@ def is_async(function: Any) -> bool:
     )
 
 
-def name_numbers(numbers: Mapping[Any, Any]) -> dict[str, Any]:
-    """A user's numbers under names that every file, screen and tracker can hold. Raises ValueError
-    if two names become the same text."""
+def read_numbers(numbers: Mapping[Any, Any]) -> dict[str, float]:
+    """A user's numbers (`read_number`) under names that every file, screen and tracker can hold.
+    Raises ValueError if two names become the same text."""
     named = {one_line(str(name)): number for name, number in numbers.items()}
     if len(named) < len(numbers):
         raise ValueError(f"two of its names are the same text: {', '.join(map(repr, numbers))}")
-    return named
+    return {name: read_number(name, number) for name, number in named.items()}
+
+
+def read_number(name: str, value: Any) -> float:
+    """`value` as a float. It may be one of Python's numbers (Decimal and Fraction, too), numpy's or
+    torch's, alone or as the only element of a list, array or tensor. Raises ValueError if it is
+    not one number, or not finite in float32."""
+    with suppress(Exception):  # each library has its own errors
+        while type(value) in (list, tuple) and len(value) == 1:
+            value = value[0]
+        value = value.item() if hasattr(value, "item") else value
+        number: float = value.__float__()  # which a text lacks
+        if abs(number) <= FLOAT32_MAX:
+            return number
+    raise ValueError(f"{name!r} is not a finite number ({one_line(repr(value)[:40])})")
 
 
 def retry_after(error: BaseException | None) -> float:

@@ -159,7 +159,7 @@ FAULTS = {  # what the environment does: the kind, and what the text says
     "hangs": ("timeout", "took longer than env.timeout=1 s"),
     "wrong": ("invalid", r"step returned \{'messages': \[\]\}; return splitppo.envs.Turn"),
     "speaks": ("invalid", "is no message of an environment"),
-    "much": ("invalid", "could not convert string to float: 'much'"),
+    "much": ("invalid", "'reward' is not a finite number .'much'."),
     "grows": ("memory", r"MemoryError \(.*: its process may have 1 GiB"),
     "leaves_and_hangs": ("timeout", "took longer"),
 }

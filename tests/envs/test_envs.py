@@ -107,8 +107,8 @@ def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
         (Turn([Message("assistant", "x")]), "with role user, tool or system"),
         (Turn([Message("user", 3)]), "and a text"),  # type: ignore
         (Turn(cast(Any, [{"role": "user"}])), "content"),
-        (Turn(reward=float("nan")), "reward=nan; return a finite number"),
-        (Turn(metrics=cast(Any, {"x": "y"})), "could not convert"),
+        (Turn(reward=float("nan")), "'reward' is not a finite number"),
+        (Turn(metrics=cast(Any, {"x": "y"})), "'x' is not a finite number"),
         (Turn(metrics=cast(Any, {1: 2.0, "1": 3.0})), "two of its names"),
     ],
 )
