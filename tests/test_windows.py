@@ -2,7 +2,7 @@
 kill and resume."""
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +37,8 @@ from splitppo.generator.sampler import OpenRow, Sampler
 from splitppo.job.collectives import Group
 from splitppo.job.launch import Launch
 from splitppo.placement import place
-from splitppo.rollout import ENDS, Episode, Prompt, Rollout, tensor_of
-from splitppo.rollout.wire import OLDER, unpack_rows
+from splitppo.rollout import Episode, Prompt, Rollout, tensor_of
+from splitppo.rollout.wire import unpack_rows
 from splitppo.run.build import build_sampler
 from splitppo.run.checks import warnings
 from splitppo.run.life import plan_step
@@ -366,18 +366,6 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
             sampler_of(lengths, asked=asked_for).load_state(state)
 
 
-def older_message(message: str) -> str:
-    """A row's message as earlier versions wrote it: its heads have no numbers of spans."""
-    (row,) = unpack_rows(tensor_of([b64decode(message)], torch.int32))
-    of_row, of_segment = OLDER
-    parts = [of_row.pack(row.row, ENDS.index(row.end), len(row.prompt), len(row.segments))]
-    parts.append(row.prompt.tobytes())
-    for ids, logprobs, version, reward, _ in row.segments:
-        parts += [of_segment.pack(len(ids), len(logprobs or ()), version, reward), ids.tobytes()]
-        parts.append(logprobs.tobytes() if logprobs else b"")
-    return b64encode(b"".join(parts)).decode()
-
-
 def test_a_row_goes_on_with_all_that_made_it():
     made: dict[str, Any] = {"data_source": "a", "ground_truth": "7", "extra_info": {"a": [1]}}
     origin: dict[str, Any] = {"seed": 1, "environment": ["env.py:Env", "hash"]}
@@ -392,7 +380,7 @@ def test_a_row_goes_on_with_all_that_made_it():
     drawn(first, 1, range(3))
     first.gather_open(ALONE)
     state = json.loads(json.dumps(first.state(ALONE)))
-    assert made_by({}, {}).load_state(state) == set()
+    made_by({}, {}).load_state(state)
     for others, other_origin, name in (
         ({"ground_truth": 7}, {}, "ground_truth"),
         ({"data_source": "b"}, {}, "ground_truth"),
@@ -402,13 +390,6 @@ def test_a_row_goes_on_with_all_that_made_it():
     ):
         with pytest.raises(UserError, match=f"goes on, and its {name} changed; restore"):
             made_by(others, other_origin).load_state(state)
-    # as earlier versions wrote it: the hash of the prompt alone
-    older = [[row, older_message(packed), recorded["prompt"]] for row, packed, recorded in state]
-    unknown = made_by({"ground_truth": 7}, {"seed": 2}).load_state(older)
-    assert unknown == {"ground_truth", "extra_info", "seed", "environment"}
-    older[0][2] = "another"
-    with pytest.raises(UserError, match="goes on, and its prompt changed; restore"):
-        made_by({}, {}).load_state(older)
 
 
 def test_slots_follow_the_contexts_that_rank_0_knows():

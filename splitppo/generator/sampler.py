@@ -31,7 +31,7 @@ from splitppo.errors import UserError
 from splitppo.job.collectives import Group
 from splitppo.placement import Streams
 from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, digest, tensor_of
-from splitppo.rollout.wire import OLDER, exchange_rows, pack_rows, unpack_rows
+from splitppo.rollout.wire import exchange_rows, pack_rows, unpack_rows
 
 RECORDED = 32  # slots, the first, whose rows the metrics have
 ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
@@ -161,27 +161,23 @@ class Sampler:
             for _, row in sorted(rows.items())
         ]
 
-    def load_state(self, state: Sequence[Any]) -> set[str]:
+    def load_state(self, state: Sequence[Any]) -> None:
         """Goes on from what `state` returned, also with another window; every rank holds all rows
         then. Raises UserError if there are other slots now, or rows do not go on, were made by
-        something else, or are too long. Returns the names of what makes a row and is not in the
-        state, as an earlier version wrote it."""
+        something else, or are too long."""
         if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
                 f"the checkpoint holds the rows of {len(state)} slots that go on;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
-        rows: list[Episode] = []
-        for _, message, by in state:
-            heads = OLDER if isinstance(by, str) else ()  # of an earlier version
-            rows += unpack_rows(tensor_of([b64decode(message)], torch.int32), *heads)
+        rows = [
+            row
+            for _, message, _ in state
+            for row in unpack_rows(tensor_of([b64decode(message)], torch.int32))
+        ]
         longest = max((row.tokens for row in rows), default=0)
-        unknown: set[str] = set()
         for row, (*_, before) in zip(rows, state, strict=True):
             now = self._made_by(row.row)
-            # an earlier version recorded the prompt's hash alone
-            before = before if isinstance(before, dict) else {"prompt": before}
-            unknown |= now.keys() - before.keys()
             others = [name for name in before if before[name] != now.get(name)]
             if row.segments and others:
                 raise UserError(
@@ -196,7 +192,6 @@ class Sampler:
                 )
         self.held |= self._by_slot(rows)
         self.open |= self._known()
-        return unknown
 
     def _known(self) -> dict[int, OpenRow]:
         return {

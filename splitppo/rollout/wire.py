@@ -17,7 +17,6 @@ from splitppo.rollout import ENDS, IDS, LOGPROBS, Episode, Rollout, Segment, Spa
 ROW = struct.Struct("=qiiii")
 SEGMENT = struct.Struct("=iiifi")
 SPAN = struct.Struct("=12sii")  # role, begin, end
-OLDER = struct.Struct("=qiii"), struct.Struct("=iiif")  # rows and segments without spans
 
 
 def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
@@ -48,30 +47,26 @@ def _pack_spans(spans: Iterable[Span]) -> list[bytes]:
     return [SPAN.pack(role.encode(), begin, end) for role, begin, end in spans]
 
 
-def unpack_rows(
-    message: Tensor, of_row: struct.Struct = ROW, of_segment: struct.Struct = SEGMENT
-) -> list[Episode]:
-    """The rows of `pack_rows`; of earlier versions with `OLDER` heads."""
+def unpack_rows(message: Tensor) -> list[Episode]:
+    """The rows of `pack_rows`."""
     stream = BytesIO(message.numpy().data)
     episodes = []
-    while head := stream.read(of_row.size):
-        row, end, tokens, count, *spans = of_row.unpack(head)
+    while head := stream.read(ROW.size):
+        row, end, tokens, count, spans = ROW.unpack(head)
         prompt = array(IDS, stream.read(4 * tokens))
-        of_prompt = _read_spans(stream, *spans)
+        of_prompt = _read_spans(stream, spans)
         segments = []
         for _ in range(count):
-            head = of_segment.unpack(stream.read(of_segment.size))
-            tokens, sampled, version, reward, *spans = head
+            head = stream.read(SEGMENT.size)
+            tokens, sampled, version, reward, spans = SEGMENT.unpack(head)
             ids = array(IDS, stream.read(4 * tokens))
             logprobs = None if sampled < 0 else array(LOGPROBS, stream.read(4 * sampled))
-            segments.append(Segment(ids, logprobs, version, reward, _read_spans(stream, *spans)))
+            segments.append(Segment(ids, logprobs, version, reward, _read_spans(stream, spans)))
         episodes.append(Episode(row, prompt, tuple(segments), ENDS[end], of_prompt))
     return episodes
 
 
-def _read_spans(stream: BytesIO, count: int = -1) -> tuple[Span, ...]:
-    if count < 0:  # of an earlier version: it did not tell the messages in a text apart
-        return (Span("user", 0, 1 << 30),)
+def _read_spans(stream: BytesIO, count: int) -> tuple[Span, ...]:
     heads = SPAN.iter_unpack(stream.read(SPAN.size * count))
     return tuple(Span(role.rstrip(b"\0").decode(), begin, end) for role, begin, end in heads)
 

@@ -147,19 +147,14 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
     )
 
 
-def check_open_rows(sampler: Sampler, resumed: Path | None) -> list[str]:
-    """Raises UserError if rows of the checkpoint go on, and can't in this run. Returns warnings."""
-    if resumed is None:
-        return []
-    unknown = files.read_file(
-        resumed / "actor" / "state.json",
-        lambda text: sampler.load_state(json.loads(text)["open"]),
-        f"remove {resumed}",
-    )
-    return [
-        f"{resumed} is of an earlier version and has open rows: whether their "
-        f"{', '.join(sorted(unknown))} are the same was not compared"
-    ] * bool(unknown)
+def check_open_rows(sampler: Sampler, resumed: Path | None) -> None:
+    """Raises UserError if rows of the checkpoint go on, and can't in this run."""
+    if resumed:
+        files.read_file(
+            resumed / "actor" / "state.json",
+            lambda text: sampler.load_state(json.loads(text)["open"]),
+            f"remove {resumed}",
+        )
 
 
 class Run:
@@ -192,7 +187,7 @@ class Run:
             self.start = checkpoint.step_of(self.resumed)
             runtime.last_checkpoint = self.last_checkpoint
             self.build = Builder(resolved, runtime, self.folder, engine, prompts)
-            self.warnings = check_open_rows(self.build.sampler, self.resumed)
+            check_open_rows(self.build.sampler, self.resumed)
         except OSError as error:
             raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error
         # who owns which slot in a step: every rank asks once, when it begins the step

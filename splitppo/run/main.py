@@ -167,17 +167,12 @@ def dry_run(config: Config, launch: Launch, user_settings: Sequence[str] = ()) -
     resolved, (training, validation) = load_data(resolved)
     gpu = memory.gpu_memory(resolved)
     resolved, offloaded = memory.offloaded(resolved, gpu)
-    unsure = []
     if config.run_dir:
         folder.check_run_folder(resolved.config, resolved.inputs(training, validation))
         resumed_from = checkpoint.find(Path(config.run_dir), config.resume)
-        unsure = check_open_rows(build_sampler(resolved, training), resumed_from)
+        check_open_rows(build_sampler(resolved, training), resumed_from)
         checks.check_adapters(resolved, resumed_from)
-    warnings = [
-        *unsure,
-        *checks.warnings(resolved),
-        *rehearse(resolved.config, training.prompts[0]),
-    ]
+    warnings = [*checks.warnings(resolved), *rehearse(resolved.config, training.prompts[0])]
     hosts = [f"node {rank // local_world}" for rank in range(min(world, SHOWN))]
     return "\n".join(
         [

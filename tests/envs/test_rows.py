@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,7 +19,7 @@ from splitppo.envs import Message, Turn
 from splitppo.envs.player import Player, turns_of
 from splitppo.generator.sampler import Sampler
 from splitppo.models.tiny import VOCABULARY, build_tokenizer
-from splitppo.rollout import Episode, Prompt, dialogue
+from splitppo.rollout import Episode, Prompt
 
 EOS = VOCABULARY["<eos>"]
 TOKENIZER: Any = build_tokenizer()
@@ -257,33 +255,6 @@ def test_windows_and_replays_change_nothing(said):
             assert (row.prompt, row.turns, row.end) == (other.prompt, other.turns, other.end)
             assert row.logprobs == other.logprobs
             assert [reward for reward in row.rewards if reward] == other.rewards
-
-
-def test_open_rows_of_an_earlier_version_go_on():
-    """`open_rows_fbdf6e3.json` is the state of these rows after two steps, as that commit's sampler
-    wrote it: its rows say nothing of messages, so that each answer becomes one."""
-    info = {"turns": 4, "asks": 1}
-
-    def steps(sampler: Any, first: int) -> list[list[Episode]]:
-        rows = []
-        for step in range(first, 9):
-            rows.append(played(sampler, step))
-            sampler.gather_open(ALONE)
-        return rows
-
-    due = steps(sampler_of(info, window=4), 1)[2:]
-    sampler = sampler_of(info, window=4)
-    older = Path(__file__).with_name("open_rows_fbdf6e3.json").read_text()
-    sampler.load_state(json.loads(older))
-    assert [len(row.spans) for row in sampler.held.values()] == [1, 1, 1]
-    rows = steps(sampler, 3)
-    for row, other in zip(chain(*rows), chain(*due), strict=True):
-        assert (row.prompt, row.turns, row.end) == (other.prompt, other.turns, other.end)
-    assert sum(map(len, rows)) > 3
-    prompt = Prompt("go=", PROMPT, "", "", {})
-    asked, said, heard, *_ = dialogue(prompt, rows[0][0], TOKENIZER.decode)
-    assert asked == {"role": "user", "content": "ask1:"}
-    assert heard["content"].startswith(said["content"].removesuffix("<eos>"))
 
 
 def test_a_slot_decodes_its_window_whatever_the_answers_take():
