@@ -1,5 +1,6 @@
 """Errors that the user can fix: every command shows them as one line, without a traceback."""
 
+import difflib
 import errno
 import functools
 import importlib.util
@@ -7,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import distributions
 from typing import Any
 
@@ -82,6 +83,13 @@ def need(module: str, setting: str, package: str) -> None:
         raise UserError(
             f"{setting}: {module} is not installed; pip install {package}, or leave that out"
         )
+
+
+def need_known(name: str, known: Iterable[str], what: str) -> None:
+    """Raises UserError, which begins with `what`, if a name is not among those that are known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, cutoff=0)
+        raise UserError(f"{what}: there is no {name}; did you mean {', '.join(near)}?")
 
 
 def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_a_mixture_draws_by_weights_and_each_row_has_its_tasks_settings():
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("chain_sun", "{}", "has no such task"),
+        ("chain_sun", "{}", "there is no chain_sun; did you mean chain_sum"),
         ("chain_sum", '{"max_term": 3}', "unexpected keyword argument 'max_term'"),
         ("chain_sum", '{"max_terms": 1}', "max_terms must be >= min_terms"),
         ("chain_sum", '{"size": "many"}', "'>' not supported"),
@@ -283,7 +283,7 @@ def test_a_game_follows_from_its_seed_whatever_is_played_beside_it():
 @pytest.mark.parametrize(
     ("game", "settings", "says"),
     [
-        ("GuessTheNumber", "{}", "not found"),
+        ("GuessTheNumber", "{}", "did you mean GuessTheNumber-v0"),
         ("GuessTheNumber-v0", '{"max_turn": 3}', "'max_turn'.*max_turns"),
         ("GuessTheNumber-v0", '{"max_turns": "3"}', "max_turns='3' .* must be a number"),
         ("GuessTheNumber-v0", '{"max_turns": null}', "max_turns=None .* must be a number"),

@@ -18,7 +18,7 @@ from typing import Any, cast
 from splitppo.config import DataConfig, RolloutConfig
 from splitppo.config.toml import flag, leaves
 from splitppo.data.raw import parse_json, raw_rows
-from splitppo.errors import UserError, need, one_line
+from splitppo.errors import UserError, need, need_known, one_line
 
 _ECHO_TEXTS = ["".join(reversed(digits)) for digits in itertools.product("0123", repeat=3)]
 RENDERED = ("tools", "documents")  # columns that a chat template may read beside the messages
@@ -278,6 +278,7 @@ def _make_gym(name: str, settings: str, seed: int) -> list[Row]:
     where = f"data.task=reasoning_gym:{name}"
     need("reasoning_gym", where, "'splitppo[reasoning-gym]'")
     gym = importlib.import_module("reasoning_gym.composite")
+    need_known(name, importlib.import_module("reasoning_gym.factory").DATASETS, where)
     random.seed(seed)  # some tasks draw from this generator
     # neighbouring seeds of a task share all rows but one
     table = {"seed": random.getrandbits(32), "size": _MAX_ROWS}
@@ -290,8 +291,8 @@ def _make_gym(name: str, settings: str, seed: int) -> list[Row]:
         rows = [*gym.create_dataset(name, **table | ({"datasets": parts} if parts else {}))]
     except Exception as error:  # it checks by assertions, and by what comes
         raise UserError(
-            f"{where}: reasoning_gym has no such task, refuses data.task_settings={settings}, or "
-            f"can't make a row ({one_line(repr(error))[:300]}); change them"
+            f"{where}: reasoning_gym refuses data.task_settings={settings}, or can't make a row "
+            f"({one_line(repr(error))[:300]}); change them"
         ) from error
     mixed_settings = {part.name: part.config for part in parts}
     sources = [row["metadata"]["source_dataset"] for row in rows]

@@ -17,7 +17,7 @@ from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
 from splitppo.envs.textarena import Game
 from splitppo.envs.tools import ToolEnv, load_tools, parses, tool_schemas
-from splitppo.errors import UserError, need, one_line
+from splitppo.errors import UserError, need, need_known, one_line
 from splitppo.workers import Failure, Work, awaited, describe, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
@@ -63,7 +63,8 @@ def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game
     need("textarena", wrong, "'splitppo[textarena]'")
     name = path.partition(":")[2]
     known = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
-    usual = known[name].kwargs if name in known else {}
+    need_known(name, known, wrong)
+    usual = known[name].kwargs
     for setting, value in json.loads(settings).items():
         if isinstance(usual.get(setting), int | float) and not isinstance(value, int | float):
             raise UserError(
