@@ -19,9 +19,9 @@ COMMANDS = {  # name: (module with a `main`, or with a function of that name; wh
     "bench": ("splitppo.tools.bench", "measure placements and settings side by side"),
     "chat": (
         "splitppo.tools.chat",
-        "ask the trained policy and the one before training, with the values",
+        "chat with the policy after and before training, and see the critic's values",
     ),
-    "eval": ("splitppo.tools.evaluate", "score the held-out rows of a model or a checkpoint"),
+    "eval": ("splitppo.tools.evaluate", "score a model or a checkpoint on held-out rows"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
     "push": ("splitppo.tools.push", "upload a checkpoint's models to the Hugging Face hub"),
     "prepare": ("splitppo.tools.prepare", "write the data of the presets"),

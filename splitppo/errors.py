@@ -70,9 +70,7 @@ def check_text(words: Sequence[str]) -> None:
     (lone surrogates)."""
     for word in words:
         if "\0" in word or word != word.encode(errors="replace").decode():
-            raise UserError(
-                f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; write it without them"
-            )
+            raise UserError(f"{word[:80]!a} holds a NUL or bytes that are not UTF-8; remove them")
 
 
 def need(module: str, setting: str, package: str) -> None:
@@ -122,7 +120,7 @@ def to_user_error(error: BaseException) -> UserError | None:
             print(flush=True)  # or it is another pipe's
         except BrokenPipeError:
             return UserError(
-                "standard output was closed by what read it; write it to a file (> run.log)"
+                "standard output was closed by its reader; write it to a file (> run.log)"
             )
     by_rust = any(f"(os error {n})" in str(error) for n in FULL)
     if by_rust or isinstance(error, FloatingPointError):

@@ -133,7 +133,8 @@ def replicas(
     if size not in fits:
         nodes = f" on {len(on_node)} nodes" if len(on_node) > 1 else ""
         raise UserError(
-            f"fsdp.shard_size={size} does not cut the {len(ranks)} {role} ranks{nodes} into whole"
+            f"fsdp.shard_size={size} does not divide the {len(ranks)} {role} ranks{nodes} into "
+            "whole"
             f" replicas; use one of {fits}"
         )
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
@@ -206,8 +207,8 @@ def check_cut(
         fits = list(filter(cut, range(1, len(ranks) + 1)))
         beside = f" beside tensor_parallel={times}" if times > 1 else ""
         raise UserError(
-            f"{owner} {setting.partition('.')[2]}={size}{beside} does not cut the {len(ranks)} "
-            f"{role} ranks, {min(counts)} on a node or in a replica, into whole sets;"
+            f"{owner} {setting.partition('.')[2]}={size}{beside} does not divide the {len(ranks)} "
+            f"{role} ranks, {min(counts)} on a node or in a replica, into parallel groups;"
             f" set {setting} to one of {fits}"
         )
 

@@ -162,7 +162,7 @@ class Policy:
         if not figures and (waits or self.learner.waited == step - 1):
             self.learner.waited = step
         if not figures and not waits and self.group.is_first:
-            say(f"[actor]  step {step:>4}  nothing is trained: no row to train on has ended")
+            say(f"[actor]  step {step:>4}  trains nothing: no row to train on has ended")
         metrics = learning_metrics("actor", "pg_loss", figures, names)
         metrics |= importance
         # 0 in a step without an update

@@ -76,7 +76,7 @@ def test_a_goal_ends_the_run_and_another_run_begins_with_its_newest_checkpoint(t
     assert re.search(r"step +5/\d+ +held-out score(?s:.*)step 5: log.stop_at=0.9 is reached", ended)
     assert "done         5 of " in ended
     assert names(tmp_path / "runs/goal") == ["step_000005", "step_000007"]
-    assert "going on from runs/goal/checkpoints/step_000007" in second
+    assert "resuming from runs/goal/checkpoints/step_000007" in second
     assert names(tmp_path / "runs/next") == ["step_000009"]
 
 

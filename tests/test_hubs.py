@@ -226,9 +226,9 @@ SAYS = [
     ("--data.task=chess:x", "data.task=chess:x: there is no such task"),
     ("--data.task=reasoning_gym", "data.task=reasoning_gym: there is no such task"),
     ("--data.task-settings={}a", "data.task_settings={}a must be a JSON object"),
-    ('--data.task-settings={"a":1}', "is for --data.task reasoning_gym:NAME"),
-    ('--env.settings={"a":1} --data.task=guess', "is for --data.task textarena:NAME"),
-    ("--data.task=textarena:A --env.path=guess", "has an environment of its own"),
+    ('--data.task-settings={"a":1}', "is only for --data.task reasoning_gym:NAME"),
+    ('--env.settings={"a":1} --data.task=guess', "is only for --data.task textarena:NAME"),
+    ("--data.task=textarena:A --env.path=guess", "brings its own environment"),
     ("--env.path=textarena:A", "set --data.task textarena:A instead"),
 ]
 

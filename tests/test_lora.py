@@ -449,10 +449,10 @@ def test_a_run_goes_on_with_two_bases_under_another_placement(finished, tmp_path
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--policy.lora.rank=2"], "policy.lora.rank was 3, and is 2: that is another run"),
+        (["--policy.lora.rank=2"], "policy.lora.rank was 3 and is now 2: this is another run"),
         (["--policy.lora.rank=2", "--force"], "actor has 3; set --policy.lora.rank 3"),
         (["--seed=3", "--force"], "an adapter of another base than policy.path=tiny (drawn"),
-        (["--value.lora.targets=mlp", "--force"], "critic: the model has no place for weight base"),
+        (["--value.lora.targets=mlp", "--force"], "critic: the model has no weight base"),
     ],
 )  # fmt: skip
 def test_what_a_resumed_run_refuses(finished, flags, said, capsys):
@@ -505,7 +505,7 @@ WRONG: dict[str, list[str]] = {
     "lora.targets=lm_head matches no linear layer": [BOTH[0], "--policy.lora.targets=lm_head"],
     "policy.lora.alpha=8 without adapters: set policy.lora.rank": ["--policy.lora.alpha=8"],
     "value.freeze=attention with value.lora.rank=3": [*BOTH, "--value.freeze=attention"],
-    "value.share_base=True needs adapters of both models": [BOTH[0], "--value.share-base"],
+    "value.share_base=True needs LoRA for both models": [BOTH[0], "--value.share-base"],
     "with value.layers=1": [*ONE_BASE, "--value.layers=1"],
     "with value.path=": [*ONE_BASE, "--value.path={model}"],
     "with policy.offload=all": [*ONE_BASE, "--policy.offload=all"],
@@ -522,7 +522,7 @@ WRONG: dict[str, list[str]] = {
         BOTH[0],
         ADAPTER,
     ],
-    "it is an adapter of another base or of other targets": [
+    "the adapter was trained with another base or other targets": [
         BOTH[0],
         ADAPTER,
         "--policy.lora.alpha=6",

@@ -167,7 +167,7 @@ def test_a_replica_a_node_fits_any_split():
             PlacementConfig(mode="colocated"),
             8,
             3,
-            "fsdp.shard_size=3 does not cut the 8 actor ranks on 2 nodes",
+            "fsdp.shard_size=3 does not divide the 8 actor ranks on 2 nodes",
         ),
         (
             PlacementConfig(actor=6, critic=2),
@@ -309,13 +309,13 @@ def test_rows_belong_to_sets():
         (
             config_of(4, 1),
             2,
-            r"4 does not cut the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of "
+            r"4 does not divide the 6 actor ranks, 3 on a node .*; set fsdp.tensor_parallel .* of "
             r"\[1, 3\]",
         ),
         (
             config_of(6),
             1,
-            r"6 does not cut the 2 critic ranks.*; set value.tensor_parallel to one of \[1, 2\]",
+            r"6 does not divide the 2 critic ranks.*; set value.tensor_parallel to one of \[1, 2\]",
         ),
         (
             config_of(2, shard_size=3),
@@ -325,7 +325,7 @@ def test_rows_belong_to_sets():
         (
             config_of(1, 1, 4),
             1,
-            r"4 does not cut the 6 actor ranks.*; set reference.tensor_parallel .* of \[1, 2, 3, "
+            r"4 does not divide the 6 actor ranks.*; set reference.tensor_parallel .* \[1, 2, 3, "
             r"6\]",
         ),
     ],

@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_its_teacher_and_with_no_other(taught, tmp_path):
 def test_settings_of_a_value_model_that_is_not_there_are_named():
     argv = [*TINY, "--teacher.path=tiny", "--value.layers=1"]
     text = dry_run(parse(argv), Launch(), ["value.layers", "steps"])
-    assert "warning: value.layers is not used: a teacher alone leads" in text
+    assert "warning: value.layers is not used: with a teacher and no rewards" in text
     both = dry_run(parse([*argv, "--ppo.kl-coef=0.1"]), Launch(), ["value.layers"])
     assert "not used" not in both
 

@@ -230,7 +230,7 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
         with pytest.raises(
             UserError,
-            match=r"row \d+ of the checkpoint goes on, and its .*prompt.* changed; restore seed",
+            match=r"row \d+ of the checkpoint is partial, and its .*prompt.* changed; restore seed",
         ):
             dry_run(parse([*saved, other]), Launch())
 
@@ -336,7 +336,7 @@ def test_every_rank_knows_the_rows_that_go_on():
     assert again.row(3, 0).stretches == ((1, 3), (2, 5)), "of two steps"
     for slots, window in ((4, 5), (3, 0)):
         with pytest.raises(
-            UserError, match=r"3 slots .* rollout\.window above 0 and rollout\.batch_size=3"
+            UserError, match=r"3 slots; set rollout\.window above 0 and rollout\.batch_size=3"
         ):
             sampler_of([], slots=slots, window=window).load_state(first[2])
 
@@ -353,15 +353,14 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
     state = json.loads(json.dumps(given.state(ALONE)))
     sampler_of([], asked=asked_for, limit=6).load_state(state)
     with pytest.raises(
-        UserError,
-        match=r"new_tokens=5, and row 0 of .* goes on after 5 tokens; set it to 6 at least",
+        UserError, match=r"new_tokens=5, and row 0 of .* has 5 tokens so far; set it to at least 6"
     ):
         sampler_of([], asked=asked_for, limit=5).load_state(state)
     for lengths, other in (([9, 8, 7], 4), ([], 2)):
         others.add(other)
         with pytest.raises(
             UserError,
-            match=r"row \d of the checkpoint goes on, and its prompt .*; restore seed, data",
+            match=r"row \d of the checkpoint is partial, and its prompt .*; restore seed, data",
         ):
             sampler_of(lengths, asked=asked_for).load_state(state)
 
@@ -388,7 +387,7 @@ def test_a_row_goes_on_with_all_that_made_it():
         ({}, {"seed": 2}, "seed"),
         ({}, {"environment": ["env.py:Env", "other"]}, "environment"),
     ):
-        with pytest.raises(UserError, match=f"goes on, and its {name} changed; restore"):
+        with pytest.raises(UserError, match=f"is partial, and its {name} changed; restore"):
             made_by(others, other_origin).load_state(state)
 
 

@@ -1,5 +1,5 @@
-"""Rules for what a run may have: environments, adapters, a critic, a teacher, sets of
-ranks that run a model's rows together. Part of those of rules.py."""
+"""Rules of optional features: environments, adapters, a critic, a teacher, parallel groups. Part of
+the rules of rules.py."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,7 +26,7 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
         *(
             (
                 settings != "{}" and (config.data.files or package != of),
-                f"{setting}={settings} is for --data.task {of}:NAME; unset it",
+                f"{setting}={settings} is only for --data.task {of}:NAME; unset it",
             )
             for setting, (of, settings) in zip(
                 ("data.task_settings", "env.settings"), packaged.items(), strict=True
@@ -34,11 +34,11 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
         ),
         (
             package == "textarena" and not config.data.files and (env.path or env.tools),
-            f"data.task={task} has an environment of its own; unset env.path and env.tools",
+            f"data.task={task} brings its own environment; unset env.path and env.tools",
         ),
         (
             (env.path or "").startswith("textarena:"),
-            f"env.path={env.path}: a game is a task; set --data.task {env.path} instead",
+            f"env.path={env.path}: a game is chosen as a task; set --data.task {env.path} instead",
         ),
         (
             env.path and env.tools,
@@ -46,13 +46,13 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
         ),
         (
             env.format_reward and not env.tools,
-            f"env.format_reward={env.format_reward:g} rewards calls of env.tools, and there are "
-            "none; name some",
+            f"env.format_reward={env.format_reward:g} rewards tool calls, and there are no "
+            "env.tools; name some",
         ),
         (
             rollout.max_context and not config.has_env,
-            f"rollout.max_context={rollout.max_context} is for rows that env.path or env.tools "
-            "answer; set rollout.max_new_tokens",
+            f"rollout.max_context={rollout.max_context} is only for environments and tools; "
+            "set rollout.max_new_tokens",
         ),
         (
             rollout.lengths and config.has_env,
@@ -61,7 +61,7 @@ def of_environments(config: Config) -> list[tuple[object, str]]:
         ),
         (
             env.network and "python" not in env.tools,
-            "env.network is the tool python's, which env.tools does not name; unset it",
+            "env.network is for the tool python, which env.tools does not have; unset it",
         ),
         *(
             (
@@ -106,27 +106,27 @@ def of_adapters(config: Config) -> list[tuple[object, str]]:
             (
                 model.lora.rank and model.freeze,
                 f"{owner}.freeze={' '.join(model.freeze)} with {owner}.lora.rank="
-                f"{model.lora.rank}: adapters are trained, and all else is frozen anyway; "
+                f"{model.lora.rank}: LoRA already freezes everything but the adapters; "
                 "unset one",
             )
             for owner, model in models.items()
         ),
         (
             value.share_base and not (config.policy.lora.rank and value.lora.rank),
-            f"{shares} needs adapters of both models; set policy.lora.rank and value.lora.rank",
+            f"{shares} needs LoRA for both models; set policy.lora.rank and value.lora.rank",
         ),
         *(
             (
                 value.share_base and setting,
-                f"{shares} with {name}={setting}: policy and value model have one "
-                "base, which stays on the device; unset one",
+                f"{shares} with {name}={setting}: policy and value model share one "
+                "base, which stays on the GPU; unset one",
             )
             for name, setting in unshared.items()
         ),
         (
             value.share_base and sets["policy"] != sets["value"],
             f"{shares} with {sets['policy']} for the policy and {sets['value']} for the value "
-            "model: one base is cut one way; leave value.tensor_parallel and "
+            "model: a shared base is split only one way; leave value.tensor_parallel and "
             "value.sequence_parallel unset",
         ),
     ]
@@ -145,11 +145,11 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
             value.pretrain_steps and ppo.critic_warmup,
             f"value.pretrain_steps={value.pretrain_steps} and "
             f"ppo.critic_warmup={ppo.critic_warmup} "
-            "are both for the first steps; unset one",
+            "both apply to the first steps; unset one",
         ),
         (
             value.pretrain_steps > config.steps,
-            f"value.pretrain_steps={value.pretrain_steps} are more than all steps={config.steps}; "
+            f"value.pretrain_steps={value.pretrain_steps} is more than steps={config.steps}; "
             "raise steps",
         ),
         *(
@@ -163,11 +163,12 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
         (
             value.range and ppo.kl_coef > 0,
             f"value.range={value.range} with ppo.kl_coef={ppo.kl_coef:g}: "
-            "a return with the KL in it has no bound; use ppo.kl_loss_coef, or unset value.range",
+            "a return that includes the KL has no bound; use ppo.kl_loss_coef, or unset "
+            "value.range",
         ),
         (
             value.range and (ppo.gamma != 1 or lam_value != 1),
-            f"value.range={value.range} needs whole returns, and ppo.gamma={ppo.gamma:g}, "
+            f"value.range={value.range} needs undiscounted returns, but ppo.gamma={ppo.gamma:g}, "
             f"ppo.lam_value={lam_value}; set both to 1",
         ),
         (
@@ -177,13 +178,14 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
         ),
         (
             ppo.baseline == "group" and samples == 1,
-            "ppo.baseline=group takes the mean of a prompt's other rows, and rollout.samples=1 "
+            "ppo.baseline=group averages a prompt's other responses, and rollout.samples=1 "
             "leaves none; use rollout.samples=8, or ppo.baseline=batch",
         ),
         (
             ppo.baseline == "group" and config.rollout.window,
             f"ppo.baseline=group with rollout.window={config.rollout.window}: "
-            "a prompt's rows end in different steps; use ppo.baseline=batch, or rollout.window=0",
+            "a prompt's responses end in different steps; use ppo.baseline=batch, or "
+            "rollout.window=0",
         ),
     ]
 
@@ -206,13 +208,13 @@ def of_teacher(config: Config) -> list[tuple[object, str]]:
         ),
         (
             distill.divergence != "forward" and not distill.top_k,
-            f"distill.divergence={distill.divergence} is of the teacher's likeliest tokens, and "
-            "none are sent; set distill.top_k 8",
+            f"distill.divergence={distill.divergence} is over the teacher's most likely tokens; "
+            "set distill.top_k 8",
         ),
         (
             teacher.prompt_key and config.has_env,
             f"teacher.prompt_key={teacher.prompt_key}: an environment (env.path, env.tools, "
-            "data.task) writes the prompts, and the teacher reads them; unset one",
+            "data.task) writes the prompts for policy and teacher; unset one",
         ),
         (
             teacher.prompt_key and not config.data.files,
@@ -248,19 +250,19 @@ def of_sets(config: Config) -> Iterator[tuple[object, str]]:
         yield (
             shape.size % least.size,
             f"{model}.tensor_parallel={shape.tensor} and sequence_parallel={shape.sequence} make "
-            f"sets of {shape.size} ranks, which is no multiple of the {group}'s, {least.size}; "
+            f"parallel groups of {shape.size} ranks, not a multiple of the {group}'s {least.size}; "
             "leave both unset",
         )
     for setting in ("tensor_parallel", "sequence_parallel"):
         size = getattr(config.reward, setting)
         yield (
             size and config.reward.model is None,
-            f"reward.{setting}={size} cuts a reward.model, and none is set; unset it",
+            f"reward.{setting}={size} splits a reward.model, and none is set; unset it",
         )
     for model, setting in (("policy", "fsdp"), ("value", "value")):
         ranks = config.set_shape(model).sequence
         yield (
             ranks > 1 and config.compute.packing == "off",
-            f"{setting}.sequence_parallel={ranks} cuts packed rows, and "
-            "compute.packing=off; leave that unset",
+            f"{setting}.sequence_parallel={ranks} needs packed rows, but "
+            "compute.packing=off; unset that",
         )

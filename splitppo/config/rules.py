@@ -85,7 +85,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     ),
     (
         lambda v: not re.fullmatch(r"(\\[nrt])*", v),
-        "is empty, or letters behind backslashes; write $'\\n\\n' in a shell for an empty line",
+        "is empty or a spelled-out escape; for an empty line write $'\\n\\n' in a shell",
         "reward.steps",
     ),
     (
@@ -95,7 +95,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     ),
     (
         lambda v: _is_object(v),
-        """must be a JSON object that has each name once, as '{"NAME": 1}'""",
+        """must be a JSON object with distinct names, such as '{"NAME": 1}'""",
         "data.chat_kwargs data.task_settings env.settings",
     ),
 )
@@ -156,17 +156,16 @@ def _of_job(config: Config) -> Contradictions:
             config.placement.reference == "critic" and (ppo.kl_loss_coef > 0 or ppo.kl_coef == 0),
             f"placement.reference=critic with ppo.kl_coef={ppo.kl_coef:g}, "
             f"ppo.kl_loss_coef={ppo.kl_loss_coef:g}: the critic group only uses the KL in the "
-            "reward; "
-            "set kl_coef above 0 alone, or use actor",
+            "reward; set only ppo.kl_coef above 0, or placement.reference=actor",
         ),
         (
             log.validate_samples > 1 and log.validate_temperature == 0,
-            f"log.validate_samples={log.validate_samples}: greedy samples are equal; raise "
+            f"log.validate_samples={log.validate_samples}: greedy responses are all equal; raise "
             "log.validate_temperature",
         ),
         (
             log.stop_at is not None and not config.validate_every,
-            f"log.stop_at={log.stop_at} is a score of held-out rows, and none are scored; set "
+            f"log.stop_at={log.stop_at} is a held-out score, and no held-out rows are scored; set "
             "--log.validate-every, and data.validation_files beside data.files",
         ),
         *of_sets(config),
@@ -187,12 +186,13 @@ def _of_rollout(config: Config) -> Contradictions:
         ),
         (
             rows % ppo.mini_batches,
-            f"rollout.batch_size={rows} does not cut into {ppo.mini_batches} mini-batches; {use}",
+            f"rollout.batch_size={rows} is not divisible by ppo.mini_batches={ppo.mini_batches}; "
+            f"{use}",
         ),
         (
             config.data.overlong != "refuse" and rollout.max_prompt_tokens is None,
-            f"data.overlong={config.data.overlong} needs rollout.max_prompt_tokens: what is too "
-            "long? set it",
+            f"data.overlong={config.data.overlong} needs a limit of prompts; set "
+            "rollout.max_prompt_tokens",
         ),
         (
             rollout.lengths and rollout.stop,
@@ -200,22 +200,23 @@ def _of_rollout(config: Config) -> Contradictions:
         ),
         (
             rollout.lengths and ppo.mask_truncated,
-            "rollout.lengths cuts all responses, and ppo.mask_truncated would drop them; unset one",
+            "rollout.lengths cuts all responses, which ppo.mask_truncated drops; unset one",
         ),
         (
             window and rollout.stop,
-            f"rollout.window={window} with rollout.stop: no engine finds a string across two "
+            f"rollout.window={window} with rollout.stop: a stop string may span two "
             "windows; unset one",
         ),
         (
             window and ppo.importance == "sequence",
-            f"rollout.window={window} with ppo.importance=sequence: a whole row's weight is mostly "
-            "noise; use token",
+            f"rollout.window={window} with ppo.importance=sequence: the weight of a whole row is "
+            "mostly "
+            "noise; use ppo.importance=token",
         ),
         (
             window and config.old_logprobs == "trainer" and ppo.importance == "off",
             f"rollout.window={window} with ppo.old_logprobs=trainer, ppo.importance=off: "
-            "older policies sampled some tokens of a row; "
+            "older policies sampled some of a row's tokens; "
             "set ppo.importance=token, or ppo.old_logprobs=engine",
         ),
     ]
@@ -231,47 +232,47 @@ def _of_reward(config: Config) -> Contradictions:
             and reward.model is None
             and not config.has_env
             and not config.has_teacher,
-            "reward.function=none needs a reward.model, an environment or a teacher, or nothing "
-            "scores the rows",
+            "reward.function=none leaves nothing that scores the rows; set reward.model, an "
+            "environment or a teacher",
         ),
         (
             functions == ("none",)
             and config.validate_every
             and not reward.validation
             and not config.has_env,
-            f"log.validate_every={config.log.validate_every}: functions score held-out rows, and "
-            "reward.function is none; name one in --reward.validation",
+            f"log.validate_every={config.log.validate_every}: held-out rows need a function, and "
+            "reward.function is none; name one with --reward.validation",
         ),
         (
             functions != ("none",) and ("none" in functions or not functions),
-            f"reward.function={' '.join(functions)}: name functions, or none alone beside a "
+            f"reward.function={' '.join(functions)}: name functions, or only none with a "
             "reward.model",
         ),
         *(
             (
                 setting is not None and reward.model is None,
-                f"reward.{name}={setting!r} is of a reward.model, and none is set; unset it",
+                f"reward.{name}={setting!r} needs a reward.model, and none is set; unset it",
             )
             for name, setting in (("label", reward.label), ("steps", reward.steps))
         ),
         (
             reward.step_token and not reward.steps,
-            f"reward.step_token={reward.step_token} stands behind the steps of a text, and "
-            "reward.steps is unset; say there what ends a step",
+            f"reward.step_token={reward.step_token} marks the ends of steps, and reward.steps is "
+            "unset; set it to the text that ends a step",
         ),
         (
             "none" in reward.validation,
-            "reward.validation=none would score every held-out row 0; name a function",
+            "reward.validation=none would give every held-out row a score of 0; name a function",
         ),
         (
             reward.weights and len(reward.weights) != len(functions),
             f"reward.weights={reward.weights} for {len(functions)} functions; give one weight "
-            "each, in their order",
+            "per function, in their order",
         ),
         (
             reward.normalize == "batch" and rollout.window,
             f"reward.normalize=batch with rollout.window={rollout.window}: "
-            "a step's only row would score 0; use running",
+            "a step may have one row, which would score 0; use running",
         ),
         (
             reward.overlong_tokens >= rollout.max_new_tokens,
@@ -294,24 +295,25 @@ def _of_ppo(config: Config) -> Contradictions:
         ),
         (
             rollout.batch_size % count,
-            f"rollout.batch_size={rollout.batch_size} does not cut into "
+            f"rollout.batch_size={rollout.batch_size} is not divisible by "
             f"ppo.value_mini_batches={count}; {_use(rollout.batch_size, count)}",
         ),
         (
             config.old_logprobs == "engine" and ppo.importance != "off",
             f"ppo.importance={ppo.importance} needs the trainer's old log-probs, "
-            "which ppo.old_logprobs=engine (as rollout.window has it) leaves out; set one of them "
-            "back",
+            "which ppo.old_logprobs=engine (the default with rollout.window) skips; change one of "
+            "them",
         ),
         (
             config.old_logprobs == "engine" and (rollout.top_p < 1 or rollout.top_k > 0),
             f"ppo.old_logprobs=engine with rollout.top_p={rollout.top_p:g}, "
-            f"rollout.top_k={rollout.top_k}: the engine's log-probs are then of a part of the "
-            "distribution; use top_p 1 and top_k 0",
+            f"rollout.top_k={rollout.top_k}: the engine's log-probs are then those of a "
+            "truncated distribution; use top_p 1 and top_k 0",
         ),
         (
             ppo.kl_target is not None and ppo.kl_coef == 0,
-            f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it at 0.05, say",
+            f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it above 0, at "
+            "0.05 for example",
         ),
         (
             ppo.clip_mode == "clip" and ppo.clip_low >= 1,
@@ -320,21 +322,21 @@ def _of_ppo(config: Config) -> Contradictions:
         ),
         (
             ppo.clip_mode == "mask" and ppo.dual_clip is not None,
-            f"ppo.dual_clip={ppo.dual_clip} bounds what ppo.clip_mode=mask leaves out already; "
+            f"ppo.dual_clip={ppo.dual_clip} bounds a loss that ppo.clip_mode=mask already drops; "
             "unset one",
         ),
         *(
             (
                 ppo.loss and getattr(ppo, name) != getattr(PPOConfig(), name),
-                f"ppo.{name}={getattr(ppo, name)} is of PPO's loss, and ppo.loss={ppo.loss} "
-                "replaces it; unset one",
+                f"ppo.{name}={getattr(ppo, name)} belongs to PPO's loss, which ppo.loss={ppo.loss} "
+                "replaces; unset one",
             )
             for name in ("clip_mode", "clip_low", "clip_high", "dual_clip")
         ),
         (
             ppo.advantages and ppo.baseline == "group",
-            f"ppo.advantages={ppo.advantages} with ppo.baseline=group: both say what is "
-            "subtracted; use ppo.baseline=batch",
+            f"ppo.advantages={ppo.advantages} with ppo.baseline=group: both choose the "
+            "baseline; use ppo.baseline=batch",
         ),
         (
             ppo.critic_warmup >= config.steps,

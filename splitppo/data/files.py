@@ -75,7 +75,7 @@ def _check_texts(row: Row) -> None:
             json.dumps(getattr(row, name), ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{row.where}: {name} holds half a character ({error}); fix it"
+                f"{row.where}: {name} holds half a character (a lone surrogate) ({error}); fix it"
             ) from error
 
 
@@ -86,7 +86,7 @@ def _refuse_media(columns: dict[str, Any], used: set[str], where: str) -> None:
         is_filled = bool(columns[name]) and columns[name] == columns[name]  # NaN is none
         if is_filled or f"<{name.removesuffix('s')}>" in text:
             raise UserError(
-                f"{where} has a column {name}, but models of text alone are trained; "
+                f"{where} has a column {name}, but only text models are supported; "
                 "use rows without it"
             )
 
@@ -149,7 +149,7 @@ def _read_messages(prompt: Any, where: str) -> Any:
     except UserError as error:
         if text.startswith(("[", "{", "array(")):
             raise UserError(
-                f"{where} has a prompt of messages as text, which is no JSON list of "
+                f"{where} has a prompt of messages as text, which is not a JSON list of "
                 f"{{role, content}}; write one ({error})"
             ) from error
         return prompt
@@ -164,7 +164,7 @@ def read_objects(value: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(objects, list):
         objects = [parse_json(x.encode(), column) if isinstance(x, str) else x for x in objects]
     if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
-        raise UserError(f"the column {column} is no list of objects; write one, or drop it")
+        raise UserError(f"the column {column} is not a list of objects; write one, or drop it")
     return objects
 
 
@@ -204,7 +204,7 @@ def _check_prompt(config: DataConfig, prompt: Any, where: str) -> None:
     ):
         raise UserError(
             f"{where} has a prompt that ends with the assistant's answer; "
-            "take that out or drop the row"
+            "remove that message or drop the row"
         )
 
 

@@ -28,7 +28,8 @@ Render = Callable[..., str]
 
 CLOCK = "strftime_now"  # the function by which a chat template reads the clock
 SHOWS_TIME = (
-    "the chat template shows the time: a resume at another is refused; data.chat_kwargs may fix it"
+    "the chat template shows the current time, so a later resume is refused; "
+    "data.chat_kwargs may fix it"
 )
 # keep apart the random streams that are drawn from the same seed
 _ORDER_STREAM = 1
@@ -101,7 +102,7 @@ def load_prompts(
         refused |= {
             i: UserError(
                 f"data.prompt_key={teacher_key}: {rows[i].where} has {len(prompt.tokens)} tokens "
-                f"there, and the teacher can read {teacher_most} before rollout.max_new_tokens; "
+                f"there; the teacher reads {teacher_most} besides rollout.max_new_tokens; "
                 "shorten it, or drop the row"
             )
             for i, prompt in taught.items()
@@ -169,7 +170,9 @@ def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> 
         for name in row.shown
         if prompt.messages is None or name not in template
     }
-    return [f"{setting}: no chat template shows the column {name}" for name in sorted(unseen)]
+    return [
+        f"{setting}: the chat template does not use the column {name}" for name in sorted(unseen)
+    ]
 
 
 def tokenize(
@@ -208,7 +211,7 @@ def tokenize(
     wrong |= {index: row for index, row in read.items() if isinstance(row, UserError)}
     wrong |= {
         index: UserError(
-            f"{rows[index].where} has a prompt of no tokens; drop the row or fix the tokenizer"
+            f"{rows[index].where} has a prompt without tokens; drop the row or fix the tokenizer"
         )
         for index, part in tokens.items()
         if not part
@@ -248,8 +251,8 @@ def _texts(
             columns = {name: objects for name, objects in columns.items() if objects}
             if twice := sorted(columns.keys() & set_by):
                 raise UserError(
-                    f"it has a column {twice[0]}, and data.chat_kwargs says what the chat template "
-                    "shows there; drop one of the two"
+                    f"column {twice[0]} and data.chat_kwargs set the same variable of the chat "
+                    "template; drop one of the two"
                 )
             text: Any = row.prompt if messages is None else render(messages, **columns)
             text.encode()  # or it holds half a character, which is a ValueError

@@ -51,7 +51,7 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
                     )
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise UserError(
-            f"{file} is no parquet file ({' '.join(str(error).split())}); write it again"
+            f"{file} is not a parquet file ({' '.join(str(error).split())}); write it again"
         ) from error
 
 

@@ -40,7 +40,7 @@ def warnings(config: Config, device: str) -> list[str]:
     if rollout.top_p < 1 or rollout.top_k > 0:
         lines.append(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: responses are drawn "
-            "from a truncated distribution, but the update's ratio is of the full one, which "
+            "from a truncated distribution, but the update's ratio uses the full one, which "
             "biases it; watch actor/mismatch_*, or use top_p 1 and top_k 0 and lower "
             "rollout.temperature"
         )

@@ -84,7 +84,7 @@ def read_messages(messages: Any) -> list[Message]:
     for m in converted:
         if not (isinstance(m, Message) and isinstance(m.content, str) and m.role in ROLES):
             raise TypeError(
-                f"{one_line(repr(m)[:120])} is no message of an environment; return a list of "
+                f"{one_line(repr(m)[:120])} is not a message of an environment; return a list of "
                 f"splitppo.envs.Message with role user, tool or system and a text"
             )
     # as plain values: the trainer can't read those of the user's classes

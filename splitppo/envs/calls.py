@@ -183,7 +183,7 @@ def text_reader(
             raise re.error("it has no group for a call")
     except re.error as error:
         raise UserError(
-            f"env.call_format={pattern} is no regular expression of a call ({error}); use auto, "
+            f"env.call_format={pattern} is not a regular expression for calls ({error}); use auto, "
             f"{', '.join(FORMATS)}, or one with a group for the JSON of a call, or with the groups "
             "`name` and `arguments`"
         ) from error

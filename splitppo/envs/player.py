@@ -50,7 +50,7 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
             for messages in ([], [Message("assistant", "")])
         )
     if isinstance(began, Failure):
-        raise UserError(f"the environment {pool.name} does not begin: {began.text}")
+        raise UserError(f"the environment {pool.name} does not start: {began.text}")
     return (
         [f"the environment {pool.name} fails on an empty message: {said.text}"]
         if isinstance(said, Failure)
@@ -68,11 +68,11 @@ def check_turns(config: Config, turns: Turns | None, messages: Sequence[Any] | N
 
 def room_for_turns(config: Config, longest_prompt: int, most: int) -> int | None:
     """`rollout.max_context` of rows with turns, by default what the models can read (`most`); None
-    for rows without. Raises UserError if it leaves no room behind the longest prompt."""
+    for rows without. Raises UserError if it leaves no room after the longest prompt."""
     context = config.rollout.max_context or most
     if config.has_env and longest_prompt >= context:
         raise UserError(
-            f"rollout.max_context={context} leaves no room behind the longest prompt of "
+            f"rollout.max_context={context} leaves no room after the longest prompt of "
             f"{longest_prompt} tokens; raise it, or set rollout.max_prompt_tokens and data.overlong"
         )
     return context if config.has_env else None
@@ -288,12 +288,12 @@ class Player:
         """Why a row can't go on from a prompt and the answers to its turns; "": it can."""
         if not 0 < len(ids) < (self._config.rollout.max_context or math.inf):
             return f"its prompt has {len(ids)} tokens; use 1 to rollout.max_context - 1"
-        again = "played again, it {}; let it follow from row, seed and messages"
+        again = "replayed, it {}; make it depend on row, seed and messages alone"
         if row.segments and ids != row.prompt:
             return again.format("began otherwise")
         for number, (turn, (said, answered)) in enumerate(zip(turns, row.turns[:-1], strict=False)):
             if turn.done or self._observe(turn, said).ids != answered:
-                return again.format(f"answered turn {number + 1} otherwise")
+                return again.format(f"answered turn {number + 1} differently")
         return ""
 
     def _answer(self, row: Episode, turn: Turn) -> Reply:

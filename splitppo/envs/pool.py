@@ -76,7 +76,7 @@ def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game
         make({}, 0).reset()
     except Exception as error:  # of whatever the game needs
         raise UserError(
-            f"{wrong}: the game does not begin with one player and env.settings={settings} "
+            f"{wrong}: the game does not start with one player and env.settings={settings} "
             f"({describe(error)}); provide what it lacks, choose other settings (it has {usual}), "
             "or another game for one player"
         ) from error

@@ -49,9 +49,7 @@ def load_tools(names: tuple[str, ...], *, network: bool = False) -> Mapping[str,
             else find_in_file(named, "env.tools", "tool", f"tool; use {', '.join(built_in)}")
         )
         if tool.__name__ in by_name:
-            raise UserError(
-                f"env.tools={named}: another tool is called {tool.__name__}, too; rename one"
-            )
+            raise UserError(f"env.tools={named}: two tools are called {tool.__name__}; rename one")
         by_name[tool.__name__] = tool
     return by_name
 
@@ -123,7 +121,7 @@ def call_reader(
         )
     if call_format == "auto" and schemas and written == []:
         raise UserError(
-            "env.call_format=auto: the chat template reads tools, but does not show how a call is "
+            "env.call_format=auto: the chat template takes tools, but does not show how a call is "
             f"written; {remedy}"
         )
     return chosen or readers[0]

@@ -81,7 +81,7 @@ class Turns:
         elif tools:
             self.instructions = instructions(tools, call_format)
             self.notes.append(
-                "the chat template does not read tools: their schemas stand in the system message"
+                "the chat template takes no tools: their schemas go into the system message"
             )
         self._takes_system = self._shown({"role": "system", "content": SPOKEN}, ASKED) == 1
         answer = _plain(Message("tool", SPOKEN, name="tool"))
@@ -105,8 +105,8 @@ class Turns:
         UserError if the row has `columns` that say what the template shows there."""
         if columns:
             raise UserError(
-                f"the row has a column {min(columns)}, and the environment (env.tools, env.path) "
-                "says what is shown there; drop one of the two"
+                f"the row has a column {min(columns)}, which the environment (env.tools, env.path) "
+                "provides; drop one of the two"
             )
         return self._render(self._instructed(messages))
 
@@ -197,7 +197,7 @@ class Turns:
         rewriting = [self._rewriting(dialogue, prompt, role, *thought) for thought in thoughts]
         if rewritten == "refuse" and all(rewriting):
             raise UserError(
-                "env.rewritten=refuse: the chat template rewrites a dialogue once more messages "
+                "env.rewritten=refuse: the chat template rewrites earlier messages when more "
                 f"follow: {rewriting[-1]}; set data.chat_kwargs or another template so that it "
                 "does not, or --env.rewritten keep (the policy then reads what it sampled)"
             )
@@ -226,8 +226,8 @@ class Turns:
         _, spoken, tail = self._render([ASKED, SAID, *self._answers(messages)]).partition(SPOKEN)
         if not spoken:
             raise UserError(
-                "the chat template does not show what the assistant said before others answered; "
-                "a row of several turns needs one that does"
+                "the chat template drops earlier messages of the assistant; "
+                "rows of several turns need one that keeps them"
             )
         return tail
 
@@ -260,7 +260,7 @@ class Turns:
         text = self._control_start.sub(rf"\1{cut}", text)
         for part in text.split(cut):
             if self._has_controls(part):
-                raise ValueError(f"the tokenizer makes a control token of {part[:80]!a}")
+                raise ValueError(f"the tokenizer makes a control token out of {part[:80]!a}")
         return text
 
     def _has_controls(self, text: str) -> bool:

@@ -167,7 +167,7 @@ class Sampler:
         something else, or are too long."""
         if state and not (self.window and len(state) == self.streams.slots):
             raise UserError(
-                f"the checkpoint holds the rows of {len(state)} slots that go on;"
+                f"the checkpoint holds the partial rollouts of {len(state)} slots;"
                 f" set rollout.window above 0 and rollout.batch_size={len(state)}"
             )
         rows = [
@@ -181,14 +181,15 @@ class Sampler:
             others = [name for name in before if before[name] != now.get(name)]
             if row.segments and others:
                 raise UserError(
-                    f"row {row.row} of the checkpoint goes on, and its {', '.join(others)} changed;"
+                    f"row {row.row} of the checkpoint is partial, and its {', '.join(others)} "
+                    "changed;"
                     " restore seed, data, env, rollout.samples and rollout.lengths of its run,"
                     " or start from its exported policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(
-                    f"rollout.max_new_tokens={self.limit}, and row {row.row} of the checkpoint goes"
-                    f" on after {row.tokens} tokens; set it to {longest + 1} at least"
+                    f"rollout.max_new_tokens={self.limit}, and row {row.row} of the checkpoint has "
+                    f"{row.tokens} tokens so far; set it to at least {longest + 1}"
                 )
         self.held |= self._by_slot(rows)
         self.open |= self._known()

@@ -59,7 +59,7 @@ def report_failure(error: BaseException, runtime: Runtime | None, launch: Launch
             return 1
         error.add_note(f"on {runtime.status.describe(launch.rank)}")
         for cause in causes:
-            error.add_note(f"it follows from this: {cause}")
+            error.add_note(f"caused by: {cause}")
     say("".join(traceback.format_exception(error)).rstrip(), error=True)
     record_error(error)
     return 1
@@ -77,7 +77,7 @@ def causes_of(error: BaseException, runtime: Runtime) -> list[str]:
         if isinstance(error, WireError | dist.DistError) or re.search(
             "imed out|closed by peer", str(error)
         ):
-            causes.append(f"a rank did not come to a collective: {runtime.status.phases()}")
+            causes.append(f"a rank did not reach a collective: {runtime.status.phases()}")
     return [cause for cause in causes if cause]
 
 
@@ -156,7 +156,7 @@ class StopSignals:
         """Says what a Ctrl-C has begun, or ends this rank at once."""
         speaks = self.runtime.launch.local_rank == 0
         if not self.interrupted and speaks:
-            say("interrupted: the run ends after this step and saves it; Ctrl-C again ends it now")
+            say("interrupted: finishing and saving this step; Ctrl-C again ends the run now")
         if self.interrupted and not self.runtime.work_done.is_set():
             saved = self.runtime.last_checkpoint()
             if speaks and not ends_quietly():

@@ -39,7 +39,7 @@ ATTENTION = (
 
 def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
     if "trust_remote_code" in problem:
-        problem = "it needs Python code of its own"
+        problem = "it brings Python code of its own"
         remedy = "read that code, then allow it with --policy.trust-remote-code"
     return UserError(f"model folder {folder}: {problem}; {remedy}")
 
@@ -62,7 +62,7 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         cause = str(error).partition("\n\n")[0]
         raise folder_error(
             folder,
-            f"config.json is of no model that transformers knows: {cause}",
+            f"transformers knows no model of the type in config.json: {cause}",
             "use another model",
         ) from error
     if quantized := getattr(config, "quantization_config", None):
@@ -154,7 +154,7 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     elif kind == "policy" and re.search("Classification|Reward", str(config.architectures)):
         need = "a causal language model: it scores texts, by its architectures in config.json"
     elif config.get_text_config(decoder=True) is not config:
-        need = "a model of text alone: models of pictures or sound are not in this version"
+        need = "a text-only model: images and sound are not supported"
     if need:
         setting = "reward.model" if kind == "reward" else f"{kind}.path"
         raise folder_error(
@@ -254,7 +254,7 @@ def build(
         if kind != "reward":
             if model.base_model is model:
                 raise UserError(
-                    f"{type(model).__name__} has no body apart from its head; use another model"
+                    f"{type(model).__name__} has no body separate from its head; use another model"
                 )
             made = {"policy": PolicyModel, "value": ValueModel, "both": SharedModel}
             model = made[kind](model.eval())

@@ -128,7 +128,7 @@ def _fetch(name: HubName, patterns: Sequence[str]) -> str:
     except FAILURES as error:
         with suppress(*FAILURES):
             path = name.get(patterns, local_files_only=True)
-            print(f"{_explain(name, error)}. Going on with {path}", file=sys.stderr, flush=True)
+            print(f"{_explain(name, error)}. Using the cached {path}", file=sys.stderr, flush=True)
             return path
         raise _explain(name, error) from error
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:

@@ -142,8 +142,8 @@ class Adapter(Trainable):
             weights,
             {name: (tensor,) for name, tensor in names.items() if tensor in files},
             sorted(files.keys() - names.values()),
-            remedy="it is an adapter of another base or of other targets than "
-            f"{self.kind}.path={self.base}: give those with which it was trained",
+            remedy="the adapter was trained with another base or other targets than "
+            f"{self.kind}.path={self.base}: set those that it was trained with",
         )
 
     def read(self, model: nn.Module, seed: int) -> None:
@@ -183,7 +183,7 @@ class Adapter(Trainable):
         if base and base != self.digest():
             raise UserError(
                 f"{folder}: an adapter of another base than {self.kind}.path={self.base} "
-                f"({base} there, {self.digest()} here); give the base with which it was trained"
+                f"({base} there, {self.digest()} here); set the base that it was trained with"
             )
         return [f"adapter {folder}: {note}" for note in stored.notes()]
 

@@ -86,7 +86,7 @@ class FolderNames:
         name, merged = rename_source_key(name, [], self.others, self.prefix, known)
         if merged:
             raise ValueError(
-                f"weight {tensor} must be merged or split on loading, which is not in this version"
+                f"weight {tensor} must be merged or split on loading, which is not supported"
             )
         return name, place
 

@@ -90,7 +90,9 @@ def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool, cut: bool) -> 
         cuts = [([episodes[i] for i in rows], [expected[i] for i in rows]) for rows in CUTS]
         error = max(_error(model, kind, packed, cut, *rows) for rows in cuts)
         return (
-            "" if error <= TOLERANCE else f"a row's outputs change by {error:.2g} among other rows"
+            ""
+            if error <= TOLERANCE
+            else f"a row's outputs change by {error:.2g} when packed with other rows"
         )
     return problem
 

@@ -117,7 +117,7 @@ class Stored:
     made_of: Mapping[str, tuple[str, ...]]
     unexpected: Sequence[str]
     unused: Sequence[str] = ()
-    remedy: str = "it is another model's: take config.json and weights from one"
+    remedy: str = "it belongs to another model: take config.json and weights from the same one"
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
@@ -135,8 +135,7 @@ class Stored:
         if self.unexpected:
             raise folder_error(
                 self.folder,
-                f"the model has no place for weight {self.unexpected[0]} "
-                f"({len(self.unexpected)} such)",
+                f"the model has no weight {self.unexpected[0]} ({len(self.unexpected)} such)",
                 self.remedy,
             )
 
@@ -158,7 +157,8 @@ class Stored:
         if kind not in (FLOATS if floats else WHOLE):
             raise folder_error(
                 self.folder,
-                f"weight {stored} is stored as {kind}, so it is quantized or of another model",
+                f"weight {stored} is stored as {kind}, so it is quantized or belongs to another "
+                "model",
                 f"use a folder of {', '.join(FLOATS)} weights",
             )
 
@@ -172,11 +172,11 @@ class Stored:
         missing = [name for name in self.weights if name not in read]
         if new := [name for name in missing if name in HEAD]:
             part = "a part of " if HEAD[0] in read else ""
-            notes.append(f"{part}the head starts new ({', '.join(new)})")
+            notes.append(f"{part}the head is newly initialised ({', '.join(new)})")
         if self.unused:
             notes.append(f"not used: {shorten_names(self.unused)}")
         if new := [name for name in missing if name not in HEAD]:
-            notes.append(f"not there, so they start new: {shorten_names(new)}")
+            notes.append(f"missing, so they are newly initialised: {shorten_names(new)}")
         kinds = {
             stored: self._slice(stored).get_dtype() for parts in read.values() for stored in parts
         }
@@ -201,7 +201,7 @@ class Stored:
         if moments := [*fields, *numbers]:
             raise folder_error(
                 self.folder,
-                f"{moments[0]} beside the head would change what it gives, and is not read",
+                f"{moments[0]} beside the head would change its output, and is not supported",
                 "scale the head's weight and bias by it, then remove it",
             )
 

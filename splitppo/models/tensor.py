@@ -94,7 +94,7 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
         for weight, _ in parent.named_parameters(prefix=name):
             # parts of the module are cut, and it may need a part of this
             if weight.rpartition(".")[0] not in styles:
-                raise ValueError(f"transformers' plan does not speak of {weight}")
+                raise ValueError(f"transformers' plan does not cover {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
     cast(Any, model).parts = Parts(
         ranks,
@@ -135,7 +135,7 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     kind = f"type {config.model_type!r}"
     if experts_of(model):
-        raise ValueError(f"{kind} has experts: to cut them is not in this version")
+        raise ValueError(f"{kind} has experts, which are not split in this version")
     prefix = f"{cast(Any, model).base_model_prefix}."
     styles = {}
     inside = {*transformer_layers(model).modules()}
@@ -144,13 +144,11 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
         if "*" in key and (style := plan.get(key)):
             if style not in (*AXES, PARTIAL) or (style in AXES and type(module) is not nn.Linear):
                 raise ValueError(
-                    f"the plan of {kind} has {style} for {key}, which is not in this version"
+                    f"the plan of {kind} has {style} for {key}, which is not supported"
                 )
             # `parallelize` shards the layers of one list over the set's line
             if module not in inside:
-                raise ValueError(
-                    f"the plan of {kind} cuts {key}, outside the longest list of layers"
-                )
+                raise ValueError(f"the plan of {kind} cuts {key}, which is outside its layers")
             styles[name] = style
     if not styles:
         raise ValueError(f"transformers has no plan for {kind}")

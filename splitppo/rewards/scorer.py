@@ -184,7 +184,8 @@ def beyond_float32(function: str, number: float) -> Failure:
     return Failure(
         function,
         "invalid",
-        f"the row's weighted rewards come to {number:g}, beyond float32 (3.4e38); scale them down",
+        f"the row's weighted rewards sum to {number:g}, which overflows float32 (3.4e38); scale "
+        "them down",
     )
 
 

@@ -95,7 +95,7 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
         if step != step_of(folder):
             return f"{part.name}/{MANIFEST} is of step {step}"
         if not {".metadata", "state.json"} < files.keys():  # and at least one file of tensors
-            return f"{part.name}/{MANIFEST} does not list what a part has"
+            return f"{part.name}/{MANIFEST} lists no complete part"
         listed += [(f"{part.name}/{name}", file) for name, file in files.items()]
     for name, written in listed[rank::ranks]:
         try:
@@ -212,7 +212,7 @@ def read_tensors(
         cause, _ = next(iter(error.failures.values()))
         raise UserError(
             f"{part} can't be loaded ({type(cause).__name__}: {cause}); "
-            "set the models that it was written with, or remove it"
+            "use the models that it was written with, or remove it"
         ) from cause
 
 

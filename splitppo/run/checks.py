@@ -84,7 +84,7 @@ def preflight(resolved: Resolved) -> None:
     elif config.run_dir is None and config.checkpoint.every:
         raise UserError(
             f"checkpoint.every={config.checkpoint.every} under torchrun --max-restarts needs "
-            "--run-dir: each restart would begin in a folder of its own"
+            "--run-dir: each restart would begin in a new folder"
         )
 
 
@@ -112,21 +112,21 @@ def warnings(resolved: Resolved) -> list[str]:
         * (config.log.validate_every > config.validate_every),
         *filter(None, [memory.check_memory(resolved, gpu) if gpu else None]),
         *(
-            f"rollout.batch_size={rows} is {rows // cuts[role]} rows for a mini-batch of {ranks} "
-            f"{role} ranks: {ranks - rows // cuts[role]} of them have no work; "
-            f"from {ranks * cuts[role]} rows on all have"
+            f"rollout.batch_size={rows} gives {ranks} {role} ranks {rows // cuts[role]} rows in a "
+            f"mini-batch, so {ranks - rows // cuts[role]} of them have no work; "
+            f"use at least {ranks * cuts[role]} rows"
             for role, ranks in data_parallel(config, resolved.placement).items()
             if ranks * cuts[role] > rows
         ),
         *[
             f"rollout.window={config.rollout.window} with ppo.clip_mode=mask: "
-            "long rows lose the loss of most tokens; ppo.clip_mode=clip is safer"
+            "the mask drops stale tokens, most of a long row; ppo.clip_mode=clip is safer"
         ]
         * (config.rollout.window > 0 and ppo.clip_mode == "mask"),
         *(
-            f"policy.path={config.policy.path}: the chat template ends a turn in "
-            f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}), which no "
-            "eos_token_id names; it ends responses, too"
+            f"policy.path={config.policy.path}: the chat template's end-of-turn token "
+            f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}) is not an "
+            "eos_token_id; it becomes a stop token"
             for token, source in resolved.eos.items()
             if source == TEMPLATE
         ),
@@ -137,7 +137,7 @@ def warnings(resolved: Resolved) -> list[str]:
             if unused and (value := getattr(config.reference, setting))
         ),
         *(
-            f"{name} is not used: a teacher alone leads, without a value model"
+            f"{name} is not used: with a teacher and no rewards there is no value model"
             for name in resolved.user_settings
             if name.startswith(OF_VALUES) and ppo.baseline == "value" and not config.has_value
         ),

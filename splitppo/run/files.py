@@ -62,9 +62,7 @@ def parse_line(line: str | bytes, where: str) -> dict[str, Any]:
     with suppress(*BROKEN):
         if isinstance(record := json.loads(line), dict):
             return record
-    raise UserError(
-        f"{where}: {line[:40]!r} is no JSON object, and each line must be; fix or remove that line"
-    )
+    raise UserError(f"{where}: {line[:40]!r} is not a JSON object; fix or remove that line")
 
 
 def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def parse_record(line: str | bytes, where: str) -> dict[str, Any]:
         } | {"step": int(record["step"]), "spans": spans}
     except BROKEN as error:
         raise UserError(
-            f"{where}: {line[:40]!r} is no record of a step; "
+            f"{where}: {line[:40]!r} is not the record of a step; "
             "a record has `step`, numbers and `spans` of [name, start, end]; "
             "fix or remove that line"
         ) from error
@@ -120,7 +118,7 @@ def read_lines(path: Path, parse: Callable[[str, str], T] = parse_line) -> Itera
     for line, where in lines:
         yield parse(line.decode(errors="replace").removesuffix("\n"), where)
     if lines.is_torn:
-        print(f"note: {path}:{lines.number + 1} is torn and was skipped", file=sys.stderr)
+        print(f"note: {path}:{lines.number + 1} is incomplete and was skipped", file=sys.stderr)
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:

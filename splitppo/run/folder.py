@@ -71,18 +71,18 @@ def take(folder: Path) -> TextIO:
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{folder} can't be locked ({error}): see that no other run uses it")
+                warn(f"{folder} can't be locked ({error}): make sure that no other run uses it")
                 break
         file.seek(0)
         owner = file.read() or "an unknown process"
         patience = 1 if place in owner else PATIENCE
         if second >= patience:
             raise UserError(
-                f"run_dir={folder} is held by {owner}; wait for its end, "
+                f"run_dir={folder} is in use by {owner}; wait for its end, "
                 "or choose another --run-dir"
             )
         if second == 0:
-            say(f"{folder} is held by {owner}: waiting {patience} s for its end")
+            say(f"{folder} is in use by {owner}: waiting {patience} s for its end")
         time.sleep(1)
     file.truncate(0)
     file.write(f"process {os.getpid()}{place}since {time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -98,7 +98,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     if config.run_dir is None:
         if config.resume != "auto":
             raise UserError(
-                f"--resume {config.resume} needs --run-dir: the folder in which the run goes on"
+                f"--resume {config.resume} needs --run-dir: the folder of the resumed run"
             )
         return
     folder = Path(config.run_dir)
@@ -106,7 +106,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     for path in (existing, *(path for name in FOLDERS if (path := folder / name).exists())):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise UserError(
-                f"run_dir={folder}: {path} is no folder that can be written to; "
+                f"run_dir={folder}: {path} is not a writable folder; "
                 "move it away, or choose another --run-dir"
             )
     resumed_from = checkpoint.find(folder, config.resume)
@@ -121,7 +121,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
         check_same_run(config, folder, inputs)
     if resumed_from and (step := checkpoint.step_of(resumed_from)) > config.steps:
         raise UserError(
-            f"steps={config.steps}, but {resumed_from} is of step {step}: raise --steps to go on"
+            f"steps={config.steps}, but {resumed_from} is of step {step}; raise --steps to continue"
         )
 
 
@@ -131,17 +131,17 @@ def check_same_run(config: Config, folder: Path, inputs: Mapping[str, str] | Non
     if config.force:
         return
     scheduled = {config.policy.optim.schedule, config.value.optim.schedule} != {"constant"}
-    end = " and the learning rate's schedule ends with the last step"
+    end = ", where the learning rate's schedule ends"
     differences = [
-        f"{name} was {was}, and is {now}{end * (name == 'steps')}"
+        f"{name} was {was} and is now {now}{end * (name == 'steps')}"
         for name, was, now in changes(config, folder, inputs)
         if not re.fullmatch(FREE, name) or (name == "steps" and scheduled)
     ]
     if differences:
         more = f"; and {len(differences) - 6} more" * (len(differences) > 6)
         raise UserError(
-            f"{'; '.join(differences[:6])}{more}: that is another run than the one in {folder}; "
-            "restore the old values, choose another --run-dir, or --force to resume all the same"
+            f"{'; '.join(differences[:6])}{more}: this is another run than the one in {folder}; "
+            "restore the old values, choose another --run-dir, or --force to resume anyway"
         )
 
 
@@ -310,8 +310,8 @@ def write_run_files(
     write_whole(folder / "given.json", json.dumps(sorted({*(before or ()), *user_settings})) + "\n")
     if resumed:
         # not of another run's checkpoint
-        settings_kept = ", with its settings where the command gives none" * begun
-        print(f"going on from {resumed}{settings_kept}", flush=True)
+        settings_kept = ", with its settings unless the command sets them" * begun
+        print(f"resuming from {resumed}{settings_kept}", flush=True)
         for name, was, now in changes(config, folder, inputs):
             print(f"  {name}: {was} -> {now}", flush=True)
     elif begun:

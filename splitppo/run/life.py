@@ -148,7 +148,7 @@ def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int)
 
 
 def check_open_rows(sampler: Sampler, resumed: Path | None) -> None:
-    """Raises UserError if rows of the checkpoint go on, and can't in this run."""
+    """Raises UserError if the checkpoint's partial rollouts can't continue in this run."""
     if resumed:
         files.read_file(
             resumed / "actor" / "state.json",
@@ -250,7 +250,7 @@ class Run:
                 self.stopped = stop if step < self.config.steps and stop != GOAL else None
                 if stop == GOAL and self.runtime.launch.rank == 0:
                     goal = self.config.log.stop_at
-                    say(f"[actor] step {step}: {GOAL}={goal} is reached, and the run ends")
+                    say(f"[actor] step {step}: {GOAL}={goal} is reached; the run ends")
                 return
 
     def answer_stop(self, step: int, metrics: Mapping[str, float] | None = None) -> None:

@@ -154,7 +154,7 @@ def dry_run(config: Config, launch: Launch, user_settings: Sequence[str] = ()) -
     world = launch.world if config.world_size is None else config.world_size
     if world < 1 or world % config.nodes:
         raise UserError(
-            f"world_size={world} does not cut into {config.nodes} nodes; "
+            f"world_size={world} is not divisible by {config.nodes} nodes; "
             f"set --world-size to a multiple of {config.nodes}"
         )
     local_world = world // config.nodes

@@ -158,7 +158,8 @@ def offloaded(resolved: Resolved, memory: float | None) -> tuple[Resolved, str]:
     fitting, chosen = fitted(resolved, memory, tuple(f"--{name}.offload" for name in automatic))
     before, after = (_gib(highest(one, memory)[0]) for one in (resolved, fitting))
     return fitting, (
-        f"{' '.join(chosen.values())} by itself: the run would need about {before} of "
+        f"{' '.join(chosen.values())} is set automatically: without it the run needs about "
+        f"{before} of "
         f"{card(memory)}, with it {after}; "
         f"{' '.join(f'{flag} none' for flag in chosen)} turns it off"
     ) * bool(chosen)

@@ -150,7 +150,7 @@ def _packs(config: Config, name: str, model: Model) -> bool:
     if why and ranks > 1:
         setting = f"{'fsdp' if name == 'policy' else name}.sequence_parallel"
         raise UserError(
-            f"{setting}={ranks}: {where}: its rows can't be cut: {why}; set {flag(setting)} 1"
+            f"{setting}={ranks}: {where}: its rows can't be split: {why}; set {flag(setting)} 1"
         )
     if name == "reward":  # else it takes a pass a step
         return not why
@@ -160,7 +160,8 @@ def _packs(config: Config, name: str, model: Model) -> bool:
         )
     if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
         raise UserError(
-            f"{where}: type {model.config.model_type!r} does not run here as in transformers: "
+            f"{where}: type {model.config.model_type!r} computes something else here than in "
+            "transformers: "
             f"{why}; use another model"
         )
     return model.packed and not why
@@ -187,8 +188,8 @@ def check_sizes(
             raise UserError(
                 f"a prompt of {prompt} tokens and rollout.max_new_tokens={new} are {prompt + new} "
                 f"together, more than the {most} ({setting}) that {name}.path={model.name} can "
-                "read; lower the latter, set rollout.max_prompt_tokens and data.overlong to leave "
-                "such rows out, or use another model"
+                "read; lower rollout.max_new_tokens, leave out longer prompts by "
+                "rollout.max_prompt_tokens and data.overlong, or use another model"
             )
         if most and context > most:
             raise UserError(
@@ -218,7 +219,8 @@ def _check_ends(tokenizer: Any, other: Any, teacher: Model, ends: Collection[int
         )
         raise UserError(
             f"teacher.path={teacher.name}: its responses end in {there or 'no token'}, the "
-            f"policy's in {here}: it would punish every end; name a teacher with the policy's end, "
+            f"policy's in {here}: it would penalise the end of every response; name a teacher "
+            "with the policy's end, "
             "or change its eos_token_id"
         )
 
@@ -255,15 +257,15 @@ def hold_against(
         there, here = differences[min(wrong)]
         raise UserError(
             f"{setting}: id {min(wrong)} is {there!r} in its tokenizer and {here!r} in the "
-            "policy's; it reads the policy's ids: name a model with the policy's tokenizer"
+            "policy's, whose ids it reads; name a model with the policy's tokenizer"
         )
     if name == "teacher":
         _check_ends(tokenizer, other, model, ends)
     if differences:
         first, (there, here) = min(differences.items())
         notes.append(
-            f"{len(differences)} added tokens are others in its tokenizer, the first id {first} "
-            f"({there!r}, in the policy's {here!r}); prompts must not hold them"
+            f"{len(differences)} added tokens differ in its tokenizer, the first is id {first} "
+            f"({there!r}; {here!r} in the policy's); prompts must not contain them"
         )
     return replace(model, notes=tuple(notes), other_tokens=frozenset(differences))
 
@@ -276,7 +278,7 @@ def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: Pr
             if model.other_tokens and (held := model.other_tokens.intersection(read.tokens)):
                 token = min(held)
                 raise UserError(
-                    f"{name}.path={model.name}: prompts hold "
+                    f"{name}.path={model.name}: prompts contain "
                     f"{tokenizer.convert_ids_to_tokens(token)!r} (id {token}), which is another "
                     "token in its tokenizer; name a model with the policy's tokenizer"
                 )

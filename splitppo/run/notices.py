@@ -27,19 +27,21 @@ READ = (
     r"|val/(score/mean|rows|failures)|perf/alloc_retries"
 )
 SENTENCES = {
-    "failing": "a reward fails on every row: it has a bug, or its service is down "
+    "failing": f"a reward fails on every row: fix it, or check its service ({DOCS}/rewards.md)",
+    "nothing": "score, loss and gradient are 0: the reward pays nothing for any response "
     f"({DOCS}/rewards.md)",
-    "nothing": f"score, loss and gradient are 0: the reward pays for no answer ({DOCS}/rewards.md)",
-    "flat": f"all rows have one score: can the reward read these answers? ({DOCS}/rewards.md)",
-    "cut": "every row ends at a limit: rollout.max_new_tokens is too small, or no turn ends "
+    "flat": "all rows have the same score: can the reward parse the responses? "
+    f"({DOCS}/rewards.md)",
+    "cut": "every row ends at a limit: raise rollout.max_new_tokens, or see why no turn ends "
     f"({DOCS}/failures.md)",
-    "critic": f"the values are far worse than a constant: lower value.optim.lr ({DOCS}/critic.md)",
-    "kl": "the policy is over 10 nats a row from the reference: raise ppo.kl_coef "
+    "critic": "the values predict far worse than a constant: lower value.optim.lr "
+    f"({DOCS}/critic.md)",
+    "kl": "the KL to the reference is over 10 nats per row: raise ppo.kl_coef "
     f"({DOCS}/failures.md)",
-    "entropy": "the entropy is near 0, nothing new is tried: lower policy.optim.lr "
+    "entropy": "the entropy is near 0, so nothing new is explored: lower policy.optim.lr "
     f"({DOCS}/failures.md)",
-    "memory": f"GPU memory is short: the allocator freed its cache to go on ({DOCS}/memory.md)",
-    "held-out": "held-out scores fall while training's rise: stop earlier, or more data "
+    "memory": f"GPU memory is short: the allocator had to free its cache ({DOCS}/memory.md)",
+    "held-out": "held-out scores fall while training scores rise: stop earlier, or use more data "
     f"({DOCS}/failures.md)",
 }
 

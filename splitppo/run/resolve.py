@@ -165,7 +165,7 @@ def check_groups(resolved: Resolved) -> None:
     colocated = resolved.placement.colocated
     if resolved.config.placement.reference == "critic" and colocated:
         raise UserError(
-            "placement.reference is for two groups, and every rank plays both roles; leave it unset"
+            "placement.reference=critic needs two groups, but every rank plays both roles; unset it"
         )
     if not colocated and any(resolved.base_of(name) != name for name in resolved.models):
         raise UserError(

@@ -144,7 +144,7 @@ class Saver:
             cause = next(iter(getattr(self.error, "failures", {}).values()), (self.error,))[0]
             raise (UserError if isinstance(cause, OSError) else RuntimeError)(
                 f"the {self.role}'s part of checkpoint {step_folder(self.run_dir, self.step)} "
-                f"could not be written; earlier ones are whole ({cause})"
+                f"could not be written; earlier checkpoints are intact ({cause})"
             ) from self.error
 
     def _write(self, state: str) -> None:

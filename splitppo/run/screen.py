@@ -62,11 +62,10 @@ def opening(
             f"{', random weights' * model.random_init}, on {resolved.role_of(name)} ranks"
             for name, model in resolved.models.items()
         },
-        "settings": "those of --config tiny, where nothing else is set"
-        * (config.policy.path == "tiny"),
+        "settings": "those of --config tiny, unless set otherwise" * (config.policy.path == "tiny"),
         "placement": f"{placement.mode}: "
         f"{', '.join(f'{len(ranks)} {role}' for role, ranks in placement.groups.items())}",
-        "one step": f"{rollout.batch_size} rows ({rollout.samples} a prompt) of up to "
+        "one step": f"{rollout.batch_size} rows ({rollout.samples} per prompt) of up to "
         f"{rollout.max_new_tokens} new tokens, window {rollout.window}; epochs "
         f"{config.ppo.epochs}, mini-batches {config.ppo.mini_batches}, baseline "
         f"{config.ppo.baseline}",

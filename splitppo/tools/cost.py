@@ -104,7 +104,7 @@ def updates(lines: Lines) -> tuple[float, float]:
         line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")
     ]
     if not updating:
-        raise UserError("the run has no policy update beyond its warm-up yet; let it go on")
+        raise UserError("the run has no policy update beyond its warm-up yet; let it run longer")
     seconds = mean(updating, "timing_s/update")
     return seconds, mean(updating, "perf/update_tflop") / seconds
 
@@ -123,8 +123,7 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     critic = critic[WARM_UP:]
     if not actor or not critic:
         raise UserError(
-            f"the run has no more than {WARM_UP} steps in both columns, which are warm-up; "
-            "let it go on"
+            f"the run has no step after the {WARM_UP} of the warm-up yet; let it run longer"
         )
     x = split.actor
     y = split.critic or split.actor
@@ -194,8 +193,8 @@ def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
     actor, critic = columns(work, split)
     step = predict(work, split)
     lines = [
-        f"{split}: {step:.2f} s a step by the model, actor column {actor:.2f} s, "
-        f"critic column {critic:.2f} s"
+        f"{split}: {step:.2f} s a step, predicted; actor group {actor:.2f} s, "
+        f"critic group {critic:.2f} s"
     ]
     others = [other for other in choices if other != split]
     for other in sorted(others, key=lambda other: predict(work, other))[:3]:
@@ -204,6 +203,6 @@ def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:
         idle = 1 - min(both) / max(both) if other.critic else 0.0
         lines.append(
             f"  {other}: {seconds:.2f} s, {step / seconds:.2f}x this run's speed, "
-            f"idle column {idle:.0%}"
+            f"idle group {idle:.0%}"
         )
     return lines

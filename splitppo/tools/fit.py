@@ -72,8 +72,8 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
             work = _work(resolved)
             actor, critic = columns(work, split)
             step = (
-                f"  {split}: {predict(work, split):.1f} s a step (actor column {actor:.1f} s, "
-                f"critic column {critic:.1f} s), {need / 2**30:.0f} GiB at most ({phase})"
+                f"  {split}: {predict(work, split):.1f} s a step (actor group {actor:.1f} s, "
+                f"critic group {critic:.1f} s), {need / 2**30:.0f} GiB at most ({phase})"
             )
             fitting.append(
                 (predict(work, split), step, f"    {' '.join([*flags, *chosen.values()])}")
@@ -91,7 +91,7 @@ def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
         f"{name}: {models['policy'].counts.words}, each for policy, reference and "
         f"value model; rows of {length:,} tokens",
         f"planned for {card(total)}",
-        f"estimates, nothing is measured: {ROWS} rows a step, responses a quarter of the longest "
+        f"estimates, not measurements: {ROWS} rows a step, responses a quarter of the longest "
         f"on average; updates at {MFU:.0%} of {FLOPS / 1e12:.0f} TFLOP/s",
         *(line for _, *both in sorted(fitting)[:SHOWN] for line in both),
         *(f"  {line}" for _, line in sorted(least)[:1]),

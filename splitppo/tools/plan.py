@@ -39,7 +39,7 @@ def plan(
             what = (
                 "is a model"
                 if run.is_dir()
-                else "is no folder, so it is read as a model's hub name"
+                else "is not a folder, so it is read as a model's hub name"
             )
             raise UserError(f"{run} {what}; give --gpus and --length, its longest row in tokens")
         from splitppo.tools.fit import fit  # imports torch, and --help must not wait for it

@@ -104,7 +104,9 @@ def _check_replaced(folder: Path) -> None:
     card = folder / "README.md"
     by_us = card.is_file() and TITLE in card.read_text(encoding="utf-8", errors="replace")
     if folder.exists() and not (by_us or (folder.is_dir() and not any(folder.iterdir()))):
-        raise UserError(f"{folder} is there, and not of splitppo export; name another --out")
+        raise UserError(
+            f"{folder} exists and was not written by splitppo export; name another --out"
+        )
 
 
 def _replace(folder: Path, written: Path) -> None:

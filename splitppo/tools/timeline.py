@@ -74,7 +74,7 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
     )
     both = sum(b - a for a, b in shared)
     title = (
-        f"both columns worked at once for {seconds(both)} of {seconds(length)} "
+        f"both groups worked at the same time for {seconds(both)} of {seconds(length)} "
         f"({both / length:.0%})"
         if shared
         else f"{seconds(length)}, in which nothing overlaps"

@@ -269,7 +269,7 @@ def test_half_a_character_in_the_text_of_tools_is_refused(tmp_path: Path):
 
 def test_tools_that_something_else_says_too_are_refused(tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": MESSAGES, "tools": TOOLS})
-    with pytest.raises(UserError, match=r"has a column tools, and data\.chat_kwargs says"):
+    with pytest.raises(UserError, match=r"column tools and data\.chat_kwargs set"):
         texts(config_of(file, chat_kwargs='{"tools": []}'), SHOWN)
     row = Row("row 1", MESSAGES, "", "", {}, {"tools": TOOLS})
     tokenizer = tokenizer_of(SHOWN)

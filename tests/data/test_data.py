@@ -168,8 +168,8 @@ MESSAGES = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
         ),
         (
             [ROW, ANSWERED],
-            r"row 2 has a prompt that ends with the assistant's answer; take that out or drop the "
-            r"row",
+            r"row 2 has a prompt that ends with the assistant's answer; remove that message or "
+            r"drop the row",
         ),
         (
             [ROW, {**ROW, "prompt": 3}],
@@ -232,7 +232,7 @@ def test_wrong_rows_are_named_in_one_line(
             b'{"prompt": "1"}\n',
             r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set",
         ),
-        ("rows.parquet", b"PAR1 or not", r"rows\.parquet is no parquet file"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet is not a parquet file"),
         (None, b"", r"data\.files=.*: no such file"),
     ],
 )
@@ -587,8 +587,7 @@ def test_rows_with_more_than_text_are_refused(
     config = DataConfig(files=(file,), answer_key="answer", invalid="filter")
     for read in (check_files, lambda config: _load(config, chat)):
         with pytest.raises(
-            UserError,
-            match=rf"row 1 has a column {name}, but models of text alone are trained; use",
+            UserError, match=rf"row 1 has a column {name}, but only text models are supported; use"
         ):
             read(config)
 
@@ -677,7 +676,7 @@ def test_all_rows_show_the_same_time() -> None:
     assert len({prompt.text[:16] for prompt in later.prompts}) == 1
     assert found == again != later
     assert found.notes[0].startswith(
-        "the chat template shows the time: a resume at another is refused"
+        "the chat template shows the current time, so a later resume is refused"
     )
 
 

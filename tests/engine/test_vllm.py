@@ -92,10 +92,7 @@ def test_a_tensor_that_vllm_has_no_place_for_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         engine, "_answer", {"load": None, "verify": (["lm_head.weight"], [])}.__getitem__
     )
-    named = (
-        "no place for 1 of the policy's 21 tensors, or changes them: lm_head.weight; use "
-        "--engine.kind hf"
-    )
+    named = "lacks or changes 1 of the policy's 21 tensors: lm_head.weight; use --engine.kind hf"
     with pytest.raises(UserError, match=re.escape(named)):
         engine.load_weights(model.state_dict().items())
     assert not engine.loaded

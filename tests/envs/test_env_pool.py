@@ -158,7 +158,7 @@ FAULTS = {  # what the environment does: the kind, and what the text says
     "segfaults": ("crash", "its process was killed by SIGSEGV"),
     "hangs": ("timeout", "took longer than env.timeout=1 s"),
     "wrong": ("invalid", r"step returned \{'messages': \[\]\}; return splitppo.envs.Turn"),
-    "speaks": ("invalid", "is no message of an environment"),
+    "speaks": ("invalid", "is not a message of an environment"),
     "much": ("invalid", "'reward' is not a finite number .'much'."),
     "grows": ("memory", r"MemoryError \(.*: its process may have 1 GiB"),
     "leaves_and_hangs": ("timeout", "took longer"),

@@ -103,7 +103,7 @@ def test_a_wrong_name_is_refused(file: Path, named: str, message: str):
     ("result", "message"),
     [
         (None, "step returned None; return splitppo.envs.Turn"),
-        (Turn(cast(Any, ["hello"])), "'hello' is no message of an environment"),
+        (Turn(cast(Any, ["hello"])), "'hello' is not a message of an environment"),
         (Turn([Message("assistant", "x")]), "with role user, tool or system"),
         (Turn([Message("user", 3)]), "and a text"),  # type: ignore
         (Turn(cast(Any, [{"role": "user"}])), "content"),
@@ -357,7 +357,7 @@ def test_schemas_and_instructions(file: Path):
     assert "größer" in instructions(schemas)
     with pytest.raises(UserError, match=r"bare has no schema .*give each parameter a type hint"):
         tool_schemas(load_tools((f"{file}:bare",)))
-    with pytest.raises(UserError, match="another tool is called multiply, too"):
+    with pytest.raises(UserError, match="two tools are called multiply"):
         load_tools((f"{file}:multiply", f"{file}:multiply"))
     with pytest.raises(UserError, match=r"no such tool; use calculator, python or path"):
         load_tools(("calculate",))

@@ -283,7 +283,7 @@ def test_a_row_that_waits_at_its_limit_goes_on_from_a_checkpoint():
     assert (row.row, row.end, row.tokens, row.last_step_tokens) == (0, "limit", 6, 0)
 
 
-@pytest.mark.parametrize("why", ["answered turn 1 otherwise", "began otherwise"])
+@pytest.mark.parametrize("why", ["answered turn 1 differently", "began otherwise"])
 @pytest.mark.parametrize("moves", [True, False], ids=["at another rank", "after its worker's end"])
 def test_an_environment_that_plays_otherwise_fails_its_row(monkeypatch, why, moves):
     sampler = sampler_of({"turns": 4, "asks": 1}, window=4)

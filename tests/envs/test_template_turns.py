@@ -109,7 +109,7 @@ def test_the_line_end_behind_a_turn_is_observed():
         (MISTRAL, "</s>", "user", ""),
         (MISTRAL, "</s>", "tool", ""),
         # only the last message is shown, what was said is not
-        ("{{ messages[-1].content }}", "</s>", "user", "does not show what the assistant said"),
+        ("{{ messages[-1].content }}", "</s>", "user", "drops earlier messages"),
         # what begins an answer stays only in the last
         (CHATML.replace("assistant\n{% endif %}", "assistant\nFirst:{% endif %}"), "<|im_end|>",
          "user", "rewrites .*: 'First:"),

@@ -203,7 +203,7 @@ def odd_turn(draw: random.Random, message: Message) -> tuple[Any, str]:
         [
             (Turn([message], reward=number), cause),
             (Turn([message], metrics={text_of(draw): number}), cause),
-            (Turn(cast(Any, [message.content])), "no message of an environment"),
+            (Turn(cast(Any, [message.content])), "not a message of an environment"),
             (Turn([Message("assistant", message.content)]), "role user, tool or system"),
             (Turn([Message("user", cast(Any, json_of(draw) or 1))]), ""),
             (json_of(draw), "return splitppo.envs.Turn"),
@@ -237,7 +237,7 @@ def row_of(draw: random.Random, roles: Sequence[str], length: int) -> tuple[dict
     if draw.random() < 0.3:
         turns[1], causes[1] = odd_turn(draw, said[1])
         # its own texts may fail it, too
-        causes[1] = causes[1] or "|".join(["", cause(said[1]), "no message of an env"])
+        causes[1] = causes[1] or "|".join(["", cause(said[1]), "not a message of an env"])
     reset = draw.choice([None, [], [message("user")]])
     return {"reset": reset, "turns": [*turns, Turn(done=True)]}, causes[0] or causes[1]
 

@@ -7,9 +7,8 @@ mean, which needs whole rows.
 `speed` trains each arm for some steps on rows of given lengths, log-normal, with and without
 windows, one arm after the other; OUT/speed.json gets the response tokens a second of the last
 steps. An arm that fails ends no other. `table` reads the study's scores by tokens (critic_block.py)
-and shows them by seconds, at the speed of each: means of the seeds with 95 % intervals. It takes
-for granted that a token teaches as much in a row that goes on as in a whole one
-(docs/partial_rollouts.md).
+and shows them by seconds, at the speed of each: means of the seeds with 95 % intervals. It assumes
+that a token teaches as much in a partial rollout as in a whole row (docs/partial_rollouts.md).
 """
 
 import argparse

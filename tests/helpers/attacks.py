@@ -654,7 +654,7 @@ def surroundings(_: random.Random) -> Iterator[Attack]:
         ):
             yield Attack(f"{command} onto a disk of {kilobytes} KB", argv, EITHER, command,
                          do=copied(3), inside=limit,
-                         crash="could not be written; earlier ones are whole")  # fmt: skip
+                         crash="could not be written; earlier checkpoints are intact")  # fmt: skip
     for ranks in (1, 7, 100_000):
         size = ["--rollout.batch-size=200000", "--placement.mode=auto", f"--world-size={ranks}"]
         yield Attack(f"a dry run of {ranks} ranks", [*dry, *size], FINE, do=copied(0))

@@ -120,7 +120,7 @@ SAID = {
     "kill": r"died without an error message|Signal 9|SIGKILL",
     "exit": r"died without an error message|exitcode *: 7",
     # the guilty one by name, wherever it was stopped
-    "stop": r"it follows from this: \S+ rank RANK on \S+ \(in '.*'\) is suspended",
+    "stop": r"caused by: \S+ rank RANK on \S+ \(in '.*'\) is suspended",
     "sigterm": r"stopped by SIGTERM to rank \d",
     "sigusr1": r"stopped by SIGUSR1 to rank \d",
 }

@@ -172,7 +172,7 @@ def test_an_error_of_a_wait_names_the_suspended_ranks_and_all_phases(capsys, err
     said = capsys.readouterr().err
     assert "rank 1 is suspended" in said
     assert ("on rank 0" in said) == first
-    assert ("a rank did not come to a collective: rank 1 in 'update'" in said) == phases
+    assert ("a rank did not reach a collective: rank 1 in 'update'" in said) == phases
     assert said.count("\n") == 1 or first
 
 

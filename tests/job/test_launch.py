@@ -153,7 +153,7 @@ def test_a_job_that_loses_its_nodes_is_queued_again_and_goes_on(cluster, tmp_pat
     assert ended["JobState"] == "COMPLETED", log
     assert len(re.findall("placement +per_node: 2 actor, 2 critic", log)) == 2
     assert re.search(r"stopped by SIGUSR1 to rank \d: step_\d+ is saved", log)
-    assert f"going on from {Path('runs') / f'slurm-{job}' / 'checkpoints' / saved[-1]}" in log
+    assert f"resuming from {Path('runs') / f'slurm-{job}' / 'checkpoints' / saved[-1]}" in log
     whole = tmp_path / "whole"
     run_ranks(4, main_rank, [*FOUR, "--steps=20", f"--run-dir={whole}"])
     for role in ("actor", "critic"):

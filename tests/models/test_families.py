@@ -416,7 +416,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
     ),
     "weights without a place": (
         "llama", {"attention_bias": True}, lambda f: configure(f, attention_bias=False),
-        "no place for weight",
+        "has no weight",
     ),
     "another shape": (
         "llama", {}, lambda f: configure(f, intermediate_size=40), r"proj.weight is \[.*, but",
@@ -432,7 +432,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
         "mixtral", MIXED, lambda f: edited(f, without_expert(2, 4)), r"no weight .*experts\.2\.w1",
     ),
     "more experts": (
-        "mixtral", MIXED, lambda f: edited(f, one_more), r"no place .*experts\.4\.w2\.weight",
+        "mixtral", MIXED, lambda f: edited(f, one_more), r"has no weight .*experts\.4\.w2\.weight",
     ),
     "fewer experts in config.json": (
         "mixtral", MIXED, lambda f: configure(f, num_local_experts=3), r"\[4, 32\], but \[3, 32\]",
@@ -448,10 +448,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
     "experts twice": (
         "qwen3_moe", EXPERTS, lambda f: edited(f, stacked), r"both the weight .*experts\.down_proj",
     ),
-    "experts with pictures": ("qwen3_5_moe", {}, None, "pictures or sound"),
+    "experts with pictures": ("qwen3_5_moe", {}, None, "images and sound"),
     "an encoder": ("bert", {}, None, "not a causal language model"),
     "an encoder and a decoder": ("t5", {"d_kv": 8}, None, "not a causal language model"),
-    "pictures": ("gemma3", {}, None, "pictures or sound"),
+    "pictures": ("gemma3", {}, None, "images and sound"),
 }  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def test_a_head_that_starts_new_is_said_with_what_is_not_used(more: Any, tmp_pat
     edited(tmp_path, lambda weights: weights | more)
     config = read_config(str(tmp_path))
     new, unused = check_folder(config, str(tmp_path), "value", random_init=False)
-    assert "head starts new" in new
+    assert "head is newly initialised" in new
     assert all(name in unused for name in ("lm_head.weight", *more))
     model: Any = build(config, "value")
     fill(model, str(tmp_path), CPU)

@@ -134,7 +134,7 @@ def test_rows_are_cut_if_attention_alone_mixes_their_tokens(family, kind, monkey
     config.num_labels = 1
     assert find_mismatch(config, kind, packed=True, cut=True) == ""
     monkeypatch.setattr(probe._Shuffled, "to_heads", lambda _, states: states)
-    assert "among other rows" in find_mismatch(config, kind, packed=True, cut=True)
+    assert "packed with other rows" in find_mismatch(config, kind, packed=True, cut=True)
 
 
 class Louder(LlamaForCausalLM):

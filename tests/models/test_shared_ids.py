@@ -85,7 +85,7 @@ CASES: dict[str, tuple[bool, tuple[str, ...]]] = {
     "swapped": (False, ("id ", "'a'", "'b'")),
     "other added": (True, ("1 added tokens", "<|c|>", "<|d|>")),
     "fewer added": (True, ("1 added tokens", "<|c|>", "None")),
-    "other in prompts": (False, ("prompts hold '<|a|>'",)),
+    "other in prompts": (False, ("prompts contain '<|a|>'",)),
     "none": (True, ("no tokenizer",)),
     "none, larger": (False, ("no tokenizer", "192", "128")),
 }
@@ -158,7 +158,7 @@ def test_a_teacher_that_ends_responses_otherwise_than_the_policy_is_refused(
     if not refused:
         assert "teacher" in dry(folders, *flags)
         return
-    with pytest.raises(UserError, match=r"teacher.path=.*it would punish every end"):
+    with pytest.raises(UserError, match=r"teacher.path=.*it would penalise the end"):
         dry(folders, *flags)
 
 

@@ -281,14 +281,14 @@ def test_a_run_pays_the_steps(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--reward.steps=+"], "reward.steps='+' is of a reward.model"),
-        (["--reward.label=good"], "reward.label='good' is of a reward.model"),
+        (["--reward.steps=+"], "reward.steps='+' needs a reward.model"),
+        (["--reward.label=good"], "reward.label='good' needs a reward.model"),
         (["--reward.step-token=<s>", "--reward.model={marked}"], "reward.steps is unset"),
         (["--reward.model={labels}"], "has the labels bad, good,"),
         (["--reward.model={labels}", "--reward.label=fine"], "reward.label=fine: "),
         (["--reward.model={decoder}", "--reward.label=LABEL_0"], "has the labels"),
         (["--reward.model={decoder}", "--reward.steps="], "reward.steps="),
-        (["--reward.model={decoder}", r"--reward.steps=\n\n"], "letters behind backslashes"),
+        (["--reward.model={decoder}", r"--reward.steps=\n\n"], "a spelled-out escape"),
     ],
 )
 def test_steps_and_labels_that_are_none_are_refused(

@@ -135,10 +135,10 @@ def listing(*left: str) -> Callable[[Path], None]:
         (no_object, r"^critic/manifest\.json can't be read", True),
         (no_manifest, r"^actor/manifest\.json can't be read", True),
         (of_another_step, r"^critic/manifest\.json is of step 5", True),
-        (listing(), r"^actor/manifest\.json does not list", True),
-        (listing(".metadata", "state.json"), r"^actor/manifest\.json does not list", True),
-        (listing("__0_0.distcp", "state.json"), r"^actor/manifest\.json does not list", True),
-        (listing("__0_0.distcp", ".metadata"), r"^actor/manifest\.json does not list", True),
+        (listing(), r"^actor/manifest\.json lists no complete", True),
+        (listing(".metadata", "state.json"), r"^actor/manifest\.json lists no complete", True),
+        (listing("__0_0.distcp", "state.json"), r"^actor/manifest\.json lists no complete", True),
+        (listing("__0_0.distcp", ".metadata"), r"^actor/manifest\.json lists no complete", True),
     ],
 )
 def test_damage_is_named_and_what_is_damaged_skipped(tmp_path, capsys, spoil, message, by_size):

@@ -116,7 +116,7 @@ def test_another_run_is_told_before_what_follows_from_the_flag(run, capsys, dry)
     assert train.main([*argv, "--rollout.max-new-tokens=9999", *dry]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"error: rollout.max_new_tokens was 6, and is 9999: that is another run .*\n", said
+        r"error: rollout.max_new_tokens was 6 and is now 9999: this is another run .*\n", said
     )
 
 

@@ -67,7 +67,7 @@ def test_the_prompts_show_the_tools(folder: Path):
     assert "max_context = 1024\n" in told
     assert "schemas stand" not in told
     told = tried(folder, "plain", "--env.tools=calculator")
-    assert "the chat template does not read tools: their schemas stand in the system mess" in told
+    assert "the chat template takes no tools: their schemas go into the system mess" in told
 
 
 def test_calls_that_the_template_does_not_show_need_a_format(folder: Path):
@@ -85,5 +85,5 @@ def test_a_template_that_rewrites_is_refused_or_passed_over(folder: Path):
 def test_an_environment_is_made_and_takes_a_step(folder: Path):
     told = tried(folder, "plain", "--env.path={d}/env.py:Fails")
     assert "warning: the environment Fails fails on an empty message: ZeroDivisionError" in told
-    with pytest.raises(UserError, match=r"the environment Breaks does not begin: .*no board"):
+    with pytest.raises(UserError, match=r"the environment Breaks does not start: .*no board"):
         tried(folder, "plain", "--env.path={d}/env.py:Breaks")

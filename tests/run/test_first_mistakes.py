@@ -93,7 +93,7 @@ MISTAKES = {
     ),
     "rows that do not cut into mini-batches": (
         f"{TRAIN} --rollout.batch-size 510 --ppo.mini-batches 4",
-        ["rollout.batch_size=510", "4 mini-batches", "508 or 512"],
+        ["rollout.batch_size=510", "ppo.mini_batches=4", "508 or 512"],
     ),
     "more actors than ranks": (f"{TRAIN} --placement.actor 8", ["placement.actor=8", "ranks"]),
     "a world size outside a dry run": (

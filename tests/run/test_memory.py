@@ -279,7 +279,7 @@ def test_a_colocated_run_offloads_what_memory_asks_for(gib, flags, due):
     on = [
         f"--{name}.offload {kind}" for name, kind in due.items() if f"--{name}.offload" not in given
     ]
-    assert line.partition(" by itself")[0] == " ".join(on)
+    assert line.partition(" is set automatically")[0] == " ".join(on)
     for elsewhere, size in (("--placement.actor=6", gib), ("--placement.mode=colocated", None)):
         found, line = memory.offloaded(resolved_of(elsewhere), size and size * 2**30)
         assert (found.offload("policy"), found.offload("value"), line) == ("none", "none", "")
@@ -411,13 +411,13 @@ def test_ranks_offload_what_the_smallest_gpu_asks_for(tmp_path, capfd):
     run_ranks(2, main_rank, [*argv, folders[0]])
     run_ranks(2, stated_rank, [*argv, folders[1], "--steps=1"], (ample, enough))
     said = capfd.readouterr().out
-    assert said.count("--policy.offload optimizer --value.offload all by itself: ") == 1
+    assert said.count("--policy.offload optimizer --value.offload all is set automatically: ") == 1
     models = json.loads((tmp_path / "offloaded/resolved.json").read_text())["models"]
     assert {name: model["offload"] for name, model in models.items()} == {
         "policy": "optimizer", "value": "all", "reference": "none",
     }  # fmt: skip
     run_ranks(2, stated_rank, [*argv, folders[1]], (ample, ample))
-    assert "by itself" not in capfd.readouterr().out
+    assert "is set automatically" not in capfd.readouterr().out
     for role in ("actor", "critic"):
         assert figures(tmp_path / "offloaded", role) == figures(tmp_path / "plain", role)
 

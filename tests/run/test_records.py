@@ -30,7 +30,7 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(
     assert read_column(path) == {1: Step({"step": 1.0, "a": 2.0}, [])}, (
         "a step done again counts as it was done last"
     )
-    assert f"{path}:3 is torn" in capsys.readouterr().err
+    assert f"{path}:3 is incomplete" in capsys.readouterr().err
     path.write_text('{"step": 1}\n{"step": 2}')
     assert set(read_column(path)) == {1}, "what lacks its end may be longer"
 
@@ -53,7 +53,7 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_skipped(
 def test_a_wrong_record_is_named_with_file_line_and_remedy(tmp_path: Path, line: str):
     path = tmp_path / "actor.jsonl"
     path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(UserError, match=r"actor.jsonl:2: .* is no .*; fix or remove that line"):
+    with pytest.raises(UserError, match=r"actor.jsonl:2: .* is not .*; fix or remove that line"):
         read_column(path)
 
 
@@ -61,10 +61,10 @@ def test_torn_and_wrong_samples(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "step_000001.jsonl"
     path.write_text('{"response": "a\u2028b"}\n{"respo', encoding="utf-8")
     assert list(read_lines(path)) == [{"response": "a\u2028b"}]
-    assert f"{path}:2 is torn" in capsys.readouterr().err
+    assert f"{path}:2 is incomplete" in capsys.readouterr().err
     for wrong, says in (
-        ('{"respo\n{"a": 1}\n', "no JSON object, .*; fix"),
-        ("[1]\n", "no JSON object, .*; fix"),
+        ('{"respo\n{"a": 1}\n', "not a JSON object; fix"),
+        ("[1]\n", "not a JSON object; fix"),
     ):
         path.write_text(wrong)
         with pytest.raises(UserError, match=rf"step_000001.jsonl:1: .* {says}"):

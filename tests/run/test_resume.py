@@ -131,7 +131,7 @@ def metrics(run: Path, role: str = "actor") -> Path:
 GOES_ON: dict[str, tuple[Spoil, str]] = {
     "nothing": (
         lambda run, _: None,
-        "going on from .*step_000002, with its settings where the command gives none",
+        "resuming from .*step_000002, with its settings unless the command sets them",
     ),
     "an earlier version's": (
         lambda run, _: as_older(run),
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "a live process's lock": (
         lambda run, _: hold(run, socket.gethostname()),
-        r"run_dir=.* is held by process \d+ on \S+ since \d{4}-\S+ \S+; wait for its end",
+        r"run_dir=.* is in use by process \d+ on \S+ since \d{4}-\S+ \S+; wait for its end",
     ),
     "a lock that is a folder": (
         lambda run, _: ((run / "lock").unlink(), (run / "lock").mkdir()),
@@ -187,20 +187,20 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "data changed": (
         lambda _, inputs: append(inputs / "rows.jsonl", "\n"),
-        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+, and is [\d,]+ bytes, \w+: that is "
+        r"data.files \S+rows.jsonl was [\d,]+ bytes, \w+ and is now [\d,]+ bytes, \w+: this is "
         r"another run than the one",
     ),
     "reward changed": (
         lambda _, inputs: (inputs / "reward.py").write_text(REWARD.replace("len", "1 + len")),
-        r"reward.function \S+reward.py was .*: that is another run",
+        r"reward.function \S+reward.py was .*: this is another run",
     ),
     "weights changed": (
         lambda _, inputs: flip(inputs / "model/model.safetensors"),
-        r"policy.path \S+model.safetensors was .*: that is another run",
+        r"policy.path \S+model.safetensors was .*: this is another run",
     ),
     "a chat template added": (
         lambda _, inputs: (inputs / "model/chat_template.jinja").write_text("{{ messages }}"),
-        r"policy.path \S+chat_template.jinja was unset, and is",
+        r"policy.path \S+chat_template.jinja was unset and is now",
     ),
     "settings torn": (
         lambda run, _: cut(run / "config.toml", 9),
@@ -336,7 +336,7 @@ def test_force_goes_on_and_records_anew(tmp_path):
     after = run_files.inputs_of(config, {}, {})
     assert list(before) == list(after) == [f"data.files {file}"]
     with pytest.raises(
-        UserError, match=r"rows.jsonl was 2 bytes, \w+, and is 2 bytes, \w+: that is another run"
+        UserError, match=r"rows.jsonl was 2 bytes, \w+ and is now 2 bytes, \w+: this is another run"
     ):
         run_files.check_same_run(config, tmp_path, after)
     run_files.write_run_files(config, tmp_path, None, after)
@@ -380,14 +380,14 @@ def test_prompts_that_show_the_time_are_rank_0s_and_a_resume_at_another_time_is_
     argv = [*FLAGS, f"--policy.path={tmp_path}/model", f"--run-dir={tmp_path}/run", "--steps=1"]
     (_, (first,), said), (_, others, _) = run_ranks(2, clock_rank, argv)
     assert others == [first]
-    assert said.count("the chat template shows the time: a resume at another is refused") == 1
+    assert said.count("the chat template shows the current time, so a later resume is refused") == 1
     kept = json.loads((tmp_path / "run" / "inputs.json").read_text())[run_files.TRAINING]
     argv[-1] = "--steps=2"
     ((status, _, said),) = run_ranks(1, clock_rank, argv)
     assert train.main([*argv, "--dry-run"]) == status == 2
     for text in (said, capsys.readouterr().err):
         assert re.search(
-            f"^error: training prompts as rendered was {kept}, and is [0-9a-f]+; .* --force",
+            f"^error: training prompts as rendered was {kept} and is now [0-9a-f]+; .* --force",
             text,
             re.M,
         )
@@ -415,7 +415,7 @@ def test_another_prompt_makes_another_run(tmp_path):
     run_files.write_run_files(config, tmp_path, None, new)
     run_files.check_same_run(config, tmp_path, {})  # no data are read yet
     with pytest.raises(
-        UserError, match="validation prompts as rendered was b, and is c: that is another run"
+        UserError, match="validation prompts as rendered was b and is now c: this is another run"
     ):
         run_files.check_same_run(config, tmp_path, new | {run_files.VALIDATION: "c"})
 
@@ -498,7 +498,7 @@ def test_a_line_is_on_the_disk_before_its_checkpoint_counts(tmp_path, monkeypatc
 def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_files, "PATIENCE", 2)
     with hold(tmp_path, "elsewhere") as holder:
-        told = rf"{tmp_path} is held by process {holder.pid} on elsewhere since \d{{4}}-\S+ \S+"
+        told = rf"{tmp_path} is in use by process {holder.pid} on elsewhere since \d{{4}}-\S+ \S+"
         with pytest.raises(UserError, match=f"^run_dir={told}; wait for its end, or choose"):
             run_files.take(tmp_path)
         assert re.match(f"{told}: waiting 2 s for its end$", capsys.readouterr().out)
@@ -561,7 +561,7 @@ def test_what_was_refused_is_refused_when_torchrun_starts_it_anew(tmp_path):
     assert start() == "step_000001"
     rows.write_text("2")
     with pytest.raises(
-        UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: that is another run"
+        UserError, match=r"rollout.lengths .*rows was 1 bytes, .*: this is another run"
     ):
         start()
     assert start("--force") == "step_000001"

@@ -367,13 +367,13 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2, and is 0.3: that is another run than"),
+        (["--ppo.clip-low=0.3"], r"ppo.clip_low was 0.2 and is now 0.3: this is another run than"),
         (["--seed=8"], "seed was 0"),
-        (["--reward.clip", "0", "1"], r"reward.clip was unset, and is \[0.0, 1.0\]"),
+        (["--reward.clip", "0", "1"], r"reward.clip was unset and is now \[0.0, 1.0\]"),
         (["--policy.optim.schedule=linear"], 'policy.optim.schedule was "constant"'),
         (
             ["--ppo.gamma=0.5", "--seed=8"],
-            "ppo.gamma was 1.0, and is 0.5; seed was 0, and is 8: that is",
+            "ppo.gamma was 1.0 and is now 0.5; seed was 0 and is now 8: this is",
         ),
     ],
 )
@@ -421,7 +421,7 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     assert run_ranks(1, main_rank, [*without, "--force"]) == [0]
     assert "they are overwritten" in capfd.readouterr().out
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2
-    assert "seed was 0, and is 8: that is another run" in capfd.readouterr().err
+    assert "seed was 0 and is now 8: this is another run" in capfd.readouterr().err
     assert run_ranks(1, main_rank, [*argv, "--checkpoint.every=1"]) == [0]
     assert (
         f"{tmp_path / 'run'} holds steps without a checkpoint: they are overwritten"
@@ -437,7 +437,7 @@ def test_what_changed_is_told_where_a_run_goes_on(tmp_path, capsys):
     write_run_files(parse(["--value.optim.lr=1e-3"]), tmp_path, None, {"data.files a": "1 bytes"})
     now = parse(["--value.optim.lr=2e-3", "--reward.clip", "0", "1"])
     write_run_files(now, tmp_path, Path("step_000002"), {"data.files a": "2 bytes"})
-    told = ["going on from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
+    told = ["resuming from step_000002", "  data.files a: 1 bytes -> 2 bytes"]
     told += ["  reward.clip: unset -> [0.0, 1.0]", "  value.optim.lr: 0.001 -> 0.002"]
     assert capsys.readouterr().out.splitlines() == told
 
@@ -449,7 +449,7 @@ def test_a_run_that_ended_in_its_first_step_may_be_mended(tmp_path):
     (tmp_path / "metrics" / "actor.jsonl").touch()
     check_run_folder(parse([*argv, "--seed=8"]))
     (tmp_path / "metrics" / "actor.jsonl").write_text("a step\n")
-    with pytest.raises(UserError, match="seed was 0, and is 8: that is another run"):
+    with pytest.raises(UserError, match="seed was 0 and is now 8: this is another run"):
         check_run_folder(parse([*argv, "--seed=8"]))
 
 
@@ -488,7 +488,7 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_steps(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(parse(argv)))
     check_same_run(parse(argv), tmp_path)
     with pytest.raises(
-        UserError, match=r"steps was 6, and is 8 and the learning rate's schedule ends"
+        UserError, match=r"steps was 6 and is now 8, where the learning rate's schedule ends"
     ):
         check_same_run(parse([*argv, "--steps=8"]), tmp_path)
 
@@ -563,7 +563,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     assert warned("--steps=6", "--value.optim.warmup-steps=6") == []
     (few,) = warned("--rollout.batch-size=6", "--ppo.mini-batches=3")
     for part in (
-        "rollout.batch_size=6 is 2 rows for a mini-batch of 3 actor ranks",
+        "rollout.batch_size=6 gives 3 actor ranks 2 rows in a mini-batch",
         "1 of them",
         "from 9 ",
     ):

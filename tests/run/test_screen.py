@@ -168,7 +168,7 @@ def test_the_opening_says_what_the_run_is() -> None:
     assert lines["policy"].endswith("on actor ranks")
     assert lines["value"] == "tiny, 87,617 parameters, on critic ranks"
     assert lines["reference"].endswith("on actor ranks")
-    assert lines["one step"].startswith("128 rows (1 a prompt) of up to 6 new tokens")
+    assert lines["one step"].startswith("128 rows (1 per prompt) of up to 6 new tokens")
     assert lines["steps"] == "4 to 50, held-out score every 10, checkpoint every 20"
     assert lines["run folder"].startswith("runs/a ")
 

@@ -103,7 +103,7 @@ BOUNDS = [
 (-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
 ('echo', 'gsm8k', 'echo') | names a function twice; name it once |
     reward.function reward.validation
-[1] | must be a JSON object that has each name once, as '{"NAME": 1}' | data.chat_kwargs
+[1] | must be a JSON object with distinct names, such as '{"NAME": 1}' | data.chat_kwargs
     data.task_settings env.settings
 { | must be a JSON object | data.chat_kwargs
 1.01 | must lie between 0 and 1 | ppo.gamma ppo.lam_value policy.optim.min_lr_ratio
@@ -150,9 +150,9 @@ EARLY = [
 --rollout.stop a '' =>
     rollout.stop=('a', '') holds an empty string, which would end every response at once; drop it
 --rollout.batch-size=510 --ppo.mini-batches=4 =>
-    rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512
+    rollout.batch_size=510 is not divisible by ppo.mini_batches=4; use 508 or 512
 --rollout.batch-size=510 --ppo.mini-batches=4 --rollout.samples=3 =>
-    rollout.batch_size=510 does not cut into 4 mini-batches; use 504 or 516
+    rollout.batch_size=510 is not divisible by ppo.mini_batches=4; use 504 or 516
 --rollout.samples=3 --ppo.mini-batches=1 =>
     batch_size=128 is not a multiple ... samples=3 ... 126 or 129
 --rollout.batch-size=2 --ppo.mini-batches=3 => rollout.batch_size=2 ... use 3
@@ -163,33 +163,34 @@ EARLY = [
 --reward.clip -inf 1 => reward.clip=-inf must be a finite number
 --reward.weights nan => reward.weights=nan must be a finite number
 --reward.failed-score=nan => reward.failed_score=nan must be a finite number
---ppo.kl-target=6 => ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it at 0.05
+--ppo.kl-target=6 => ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it above 0
 --ppo.value-mini-batches=3 =>
     ppo.value_mini_batches=3 must divide ppo.mini_batches=2 or be a multiple of
 --rollout.batch-size=12 --ppo.mini-batches=2 --ppo.value-mini-batches=8 =>
-    rollout.batch_size=12 does not cut into ppo.value_mini_batches=8
+    rollout.batch_size=12 is not divisible by ppo.value_mini_batches=8
 --ppo.clip-low=1 =>
     ppo.clip_low=1.0 must be below 1: the ratio's lower bound is 1 - clip_low; lower it
 --ppo.clip-mode=mask --ppo.dual-clip=3 =>
-    ppo.dual_clip=3.0 bounds what ppo.clip_mode=mask leaves out
+    ppo.dual_clip=3.0 bounds a loss that ppo.clip_mode=mask already drops
 --value.pretrain-steps=2 --ppo.critic-warmup=1 =>
-    value.pretrain_steps=2 and ppo.critic_warmup=1 are both for the first steps; unset one
+    value.pretrain_steps=2 and ppo.critic_warmup=1 both apply to the first steps; unset one
 --value.pretrain-steps=9 --steps=3 =>
-    value.pretrain_steps=9 are more than all steps=3; raise steps
+    value.pretrain_steps=9 is more than steps=3; raise steps
 --reward.normalize=batch --rollout.window=8 =>
-    reward.normalize=batch with rollout.window=8: a step's only row would score 0; use running
+    reward.normalize=batch with rollout.window=8: a step may have one row, which would score
+    0; use running
 --value.range 0 1 --ppo.kl-coef=0.1 =>
-    value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return with the KL in it has no bound
+    value.range=(0.0, 1.0) with ppo.kl_coef=0.1: a return that includes the KL has no bound
 --value.range 0 1 --ppo.lam=adaptive =>
-    value.range=(0.0, 1.0) needs whole returns ... ppo.lam_value=adaptive; set both to 1
+    value.range=(0.0, 1.0) needs undiscounted returns ... ppo.lam_value=adaptive; set both to 1
 --value.range 0 1 --ppo.lam-value=1 --ppo.gamma=0.9 =>
-    value.range=(0.0, 1.0) needs whole returns, and ppo.gamma=0.9, ppo.lam_value=1.0
+    value.range=(0.0, 1.0) needs undiscounted returns, but ppo.gamma=0.9, ppo.lam_value=1.0
 --ppo.baseline=batch --ppo.lam=adaptive =>
     ppo.lam=adaptive: ppo.baseline=batch uses no values; use ppo.lam=1
 --ppo.baseline=group =>
-    ppo.baseline=group takes the mean of a prompt's other rows ... use rollout.samples=8
+    ppo.baseline=group averages a prompt's other responses ... use rollout.samples=8
 --ppo.baseline=group --rollout.samples=2 --rollout.window=4 =>
-    ppo.baseline=group with rollout.window=4: a prompt's rows end in different steps ... use
+    ppo.baseline=group with rollout.window=4: a prompt's responses end in different steps ... use
     ppo.baseline=batch, or rollout.window=0
 --dry-run --world-size=4 --ppo.baseline=batch --placement.actor=2 =>
     ppo.baseline=batch has no value model, so placement's critic ranks would hold no  ... use
@@ -203,12 +204,12 @@ EARLY = [
     ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps
 --env.path guess --env.tools calculator =>
     env.path=guess with env.tools: an environment runs its own tools; unset one
---env.format-reward=1 => env.format_reward=1 rewards calls of env.tools ... name some
+--env.format-reward=1 => env.format_reward=1 rewards tool calls ... name some
 --env.seed=prompt => env.seed=prompt: there is no environment ... unset env.seed
 --env.max-turns=3 => env.max_turns=3: there is no environment ... unset env.max_turns
---env.network --env.tools calculator => env.network is the tool python's ... unset it
+--env.network --env.tools calculator => env.network is for the tool python ... unset it
 --rollout.max-context=9 =>
-    rollout.max_context=9 is for rows that env.path or env.tools answer; set rollout.max_n
+    rollout.max_context=9 is only for environments and tools; set rollout.max_n
 --data.task=guess --rollout.lengths lengths.txt =>
     rollout.lengths fixes the length ... data.task) ends them; unset one
 --env.path=chess => env.path=chess: no such environment; use guess or path/to/file.py:n
@@ -220,28 +221,30 @@ EARLY = [
 --reward.overlong-tokens=6 --rollout.max-new-tokens=6 =>
     reward.overlong_tokens=6 must be below rollout.max_new_tokens=6; lower it
 --fsdp.tensor-parallel=2 --reference.tensor-parallel=3 =>
-    reference.tensor_parallel=3 and sequence_parallel=1 make sets of 3 ranks, which is no multiple
-    of the policy's, 2; leave both unset
+    reference.tensor_parallel=3 and sequence_parallel=1 make parallel groups of 3 ranks, not a
+    multiple
+    of the policy's 2; leave both unset
 --fsdp.sequence-parallel=2 --fsdp.tensor-parallel=2 --reference.tensor-parallel=1 =>
-    reference.tensor_parallel=1 and sequence_parallel=2 make sets of 2 ranks, which is no multiple
-    of the policy's, 4; leave both unset
+    reference.tensor_parallel=1 and sequence_parallel=2 make parallel groups of 2 ranks, not a
+    multiple
+    of the policy's 4; leave both unset
 --fsdp.sequence-parallel=2 --compute.packing=off =>
-    fsdp.sequence_parallel=2 cuts packed rows, and compute.packing=off; leave that unset
+    fsdp.sequence_parallel=2 needs packed rows, but compute.packing=off; unset that
 --reward.sequence-parallel=2 =>
-    reward.sequence_parallel=2 cuts a reward.model, and none is set; unset it
+    reward.sequence_parallel=2 splits a reward.model, and none is set; unset it
 --reward.tensor-parallel=2 =>
-    reward.tensor_parallel=2 cuts a reward.model, and none is set; unset it
+    reward.tensor_parallel=2 splits a reward.model, and none is set; unset it
 --log.validate-samples=2 =>
-    log.validate_samples=2: greedy samples are equal; raise log.validate_temperature
+    log.validate_samples=2: greedy responses are all equal; raise log.validate_temperature
 --placement.reference=critic =>
     placement.reference=critic with ppo.kl_coef=0 ... the critic group only uses the KL in the
-    reward; set kl_coef above
+    reward; set only ppo.kl_coef above 0
 --placement.reference=critic --ppo.kl-coef=0.1 --ppo.kl-loss-coef=0.1 =>
     placement.reference=critic with ppo.kl_coef=0.1, ppo.kl_loss_coef=0.1
 --placement.reference=critic --ppo.kl-coef=0.1 =>
-    placement.reference is for two groups, and every rank plays both roles; leave it unset
+    placement.reference=critic needs two groups, but every rank plays both roles; unset it
 --ppo.old-logprobs=engine --ppo.importance=token =>
-    ppo.importance=token needs the trainer's old log-probs ... set one of them back
+    ppo.importance=token needs the trainer's old log-probs ... change one of them
 --ppo.old-logprobs=engine --rollout.top-k=5 =>
     ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5 ... use top_p 1 and top_k 0
 --rollout.lengths={d}/none.txt =>
@@ -251,7 +254,7 @@ EARLY = [
 --rollout.lengths={d}/key.toml => key.toml holds '[rollout]'; write numbers from 1 to
 --rollout.lengths={d}/bare.txt => bare.txt holds 'nothing'; write numbers from 1 to
 --rollout.lengths={d}/bare.txt --ppo.mask-truncated =>
-    and ppo.mask_truncated would drop them; unset one
+    which ppo.mask_truncated drops; unset one
 --rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
 --policy.path={d}/capped --policy.random-init --compute.packing=on =>
     compute.packing=on: policy.path={d}/capped: rows can't be packed ... use auto or off
@@ -281,7 +284,8 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --rollout.max-new-tokens=1024 =>
     a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024 ...
     path=tiny can
---data.overlong=filter => data.overlong=filter needs rollout.max_prompt_tokens ... set it
+--data.overlong=filter => data.overlong=filter needs a limit of prompts; set
+    rollout.max_prompt_tokens
 --config={d}/section.toml => section.toml: steps = {}: --steps '{}': write INT
 --config={d}/value.toml => value.toml: there is no ppo; did you mean ppo.
 # placement
@@ -291,8 +295,8 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --dry-run --world-size=8 --placement.actor=5 --placement.critic=4 =>
     actor=5 ... 8 ranks ... give one
 --dry-run --world-size=8 --placement.actor=6 --fsdp.tensor-parallel=4 =>
-    tensor_parallel=4 does not cut the 6 actor ranks, 6 on a node or in a replica, into whole
-    sets; set fsdp.
+    tensor_parallel=4 does not divide the 6 actor ranks, 6 on a node or in a replica, into parallel
+    groups; set fsdp.
 --dry-run --world-size=4 --placement.mode=colocated --fsdp.tensor-parallel=4 =>
     policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple
     of it; use
@@ -301,8 +305,8 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     heads, no multiple of 4; use a sequence_parallel of [1, 2]
 --dry-run --world-size=4 --placement.mode=colocated --fsdp.sequence-parallel=4
     --fsdp.tensor-parallel=2 =>
-    sequence_parallel=4 beside tensor_parallel=2 does not cut the 4 actor ranks, 4 on a node or in
-    a replica, into whole sets; set fsdp.sequence_parallel to one of [1, 2]
+    sequence_parallel=4 beside tensor_parallel=2 does not divide the 4 actor ranks, 4 on a node or
+    in     a replica, into parallel groups; set fsdp.sequence_parallel to one of [1, 2]
 --dry-run --world-size=8 --placement.actor=9 => actor=9 ... no rank of 8 is left for the critic
 --dry-run --world-size=8 --nodes=2 --placement.actor=5 => placement.actor=5 ... a multiple of 2
 --dry-run --world-size=7 --nodes=2 => world_size=7 ... set --world-size to a multiple of 2
@@ -316,7 +320,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --data.files={d}/good.jsonl --data.prompt-key=q.a =>
     data.prompt_key=q.a: {d}/good.jsonl row 1 has no
 --data.files={d}/images.jsonl =>
-    images.jsonl row 1 has a column images, but models of text alone are ... use
+    images.jsonl row 1 has a column images, but only text models are supported
 --data.files={d}/ids.jsonl => row 1 has a prompt whose message 1 is not {role: string
 --data.files={d}/good.jsonl --data.validation-files={d}/none.jsonl --data.answer-key=answer =>
     data.validation_files={d}/none.jsonl: no such file
@@ -328,7 +332,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/empty => model folder {d}/empty: no config.json there; give
 --policy.path=acme/none =>
     policy.path=acme/none: no such folder, and not in the cache ... HF_HUB_OFFLINE
---policy.path={d}/own => model folder {d}/own: it needs Python code ... --policy.trust-remote-code
+--policy.path={d}/own => model folder {d}/own: it brings Python code ... --policy.trust-remote-code
 --data.files=hf://datasets/acme/none/a.jsonl --log.validate-every=0 =>
     data.files=hf://datasets/acme/none/a.jsonl:  ... hf download acme/none --repo-type dataset
 --policy.path={d}/config_only => config_only: no model.safetensors; load it with transformers and
@@ -337,16 +341,17 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     rollout.max_new_tokens=99999 are 100000 together, more than the 1024 (max_position_embeddings)
     that policy.
 --policy.path={d}/unknown =>
-    model folder {d}/unknown: config.json is of no model that transformers knows
---policy.path={d}/heads => model folder {d}/heads: config.json is of no model ... attention heads
+    model folder {d}/unknown: transformers knows no model of the type in config.json
+--policy.path={d}/heads => model folder {d}/heads: transformers knows no model ... attention heads
 --policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
 --policy.path={d}/cut => cut/model.safetensors can't be read as a ... fetch it again
 --policy.path={d}/shape =>
-    weight model.norm.weight is [32], but [64] in the model; it is another model's: take
+    weight model.norm.weight is [32], but [64] in the model; it belongs to another model: take
 --policy.path={d}/lacks => no weight model.norm.weight in its safetensors
 --reward.model={d}/headless =>
-    model folder {d}/headless: no weight score.weight in its safetensors; it is another model's
+    model folder {d}/headless: no weight score.weight in its safetensors; it belongs to
+    another model
 --policy.path={d}/half => half/b.safetensors can't be read as a safetensors file
 --value.path={d}/narrow --policy.random-init =>
     value.path={d}/narrow: its vocabulary of 50 ... (83)
@@ -371,7 +376,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/negative =>
     model folder {d}/negative: no model can be built ... correct that file, or use
 --policy.path={d}/rope =>
-    model folder {d}/rope: config.json is of no model that transformers knows:
+    model folder {d}/rope: transformers knows no model of the type in config.json:
 --policy.path={d}/longest =>
     model folder {d}/longest: its tokenizer can't be read:  ... save it again
 --policy.path={d}/endless =>
@@ -399,13 +404,13 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     model folder {d}/judge: no tokenizer there; save
 # reward functions
 --reward.function=none =>
-    reward.function=none needs a reward.model, an environment or a teacher, or nothing scores the
-    rows
+    reward.function=none leaves nothing that scores the rows; set reward.model, an environment or a
+    teacher
 # a teacher
 --teacher.offload => teacher.offload=True: there is no teacher; set teacher.path, or unset
 --distill.top-k=8 => distill.top_k=8: there is no teacher; set teacher.path
 --teacher.path=tiny --distill.divergence=jsd =>
-    distill.divergence=jsd is of the teacher's likeliest tokens ... set distill.top_k 8
+    distill.divergence=jsd is over the teacher's most likely tokens; set distill.top_k 8
 --teacher.prompt-key=hint =>
     teacher.prompt_key=hint is a column of data.files, and there are none; name some
 --teacher.prompt-key=hint --data.task=guess =>
@@ -421,11 +426,11 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --teacher.path=tiny --reward.function=none --log.validate-every=0 --ppo.lam=adaptive =>
     ppo.lam=adaptive: ppo.baseline=value uses no values where nothing is rewarded; use ppo.lam=1
 --reward.function none echo =>
-    reward.function=none echo: name functions, or none alone beside a reward.model
+    reward.function=none echo: name functions, or only none with a reward.model
 --reward.function=none --reward.model={d}/judge --log.validate-every=2 =>
-    log.validate_every=2: functions score held-out rows ... name one in --reward.validation
+    log.validate_every=2: held-out rows need a function ... name one with --reward.validation
 --reward.function echo exact_match --reward.weights 0.5 =>
-    reward.weights=(0.5,) for 2 functions; give one weight each, in their order
+    reward.weights=(0.5,) for 2 functions; give one weight per function, in their order
 --reward.validation=exactmatch =>
     reward.validation=exactmatch: no such rule; use auto, exact_match
 --reward.function echo {d}/reward.py:gone => reward.function={d}/reward.py:gone:  ... has no gone
@@ -445,18 +450,18 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --resume={d}/nowhere --run-dir={d}/new =>
     --resume {d}/nowhere: no complete checkpoint ... name a run's folder, or one
 --run-dir={d}/run --steps=3 =>
-    steps=3, but {d}/run/checkpoints/step_000004 is of step 4: raise --steps
+    steps=3, but {d}/run/checkpoints/step_000004 is of step 4; raise --steps
 """),
 ]
 
 DATA = cases(r"""
 --data.task=guess --rollout.max-context=16 =>
-    rollout.max_context=16 leaves no room behind the longest prompt of 16 tokens; raise it
+    rollout.max_context=16 leaves no room after the longest prompt of 16 tokens; raise it
 # told by the dry run, and by all ranks at once, with a process group, before a model is built
 --data.files={d}/third.jsonl => third.jsonl row 3 has a prompt of type int ... must be a string
 --data.files={d}/good.jsonl --rollout.max-new-tokens=1020 --reward.function=exact_match =>
     a prompt of 9 tokens and rollout.max_new_tokens=1020 are 1029 together, more than the 1024 ...
-    lower the latter
+    lower rollout.max_new_tokens
 --data.files={d}/good.jsonl --reward.function=last_number =>
     good.jsonl row 2: ground truth 'blue' ... last_number needs a number; set --reward.function
 --data.files={d}/good.jsonl =>
@@ -468,7 +473,7 @@ DATA = cases(r"""
 --data.files={d}/good.jsonl --reward.function=exact_match --data.validation-files={d}/third.jsonl =>
     data.prompt_key=prompt: {d}/third.jsonl row 3 has a prompt of type int
 --data.files={d}/good.jsonl --policy.path={d}/mute =>
-    good.jsonl row 1 has a prompt of no tokens; drop the row or fix the tokenizer
+    good.jsonl row 1 has a prompt without tokens; drop the row or fix the tokenizer
 """)
 
 REWARDS = """
@@ -783,7 +788,7 @@ def test_torchrun_shows_a_wrong_flag_once_whichever_rank_is_first(tmp_path):
         2, train.main, ["--rollout.batch-size=510", "--ppo.mini-batches=4"], out=tmp_path / "out"
     )
     assert job.wait(200) == 1
-    line = "error: rollout.batch_size=510 does not cut into 4 mini-batches; use 508 or 512"
+    line = "error: rollout.batch_size=510 is not divisible by ppo.mini_batches=4; use 508 or 512"
     assert job.said().splitlines().count(line) == 1, job.said()
     assert own_tracebacks(job.said()) == []
 

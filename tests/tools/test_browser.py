@@ -336,7 +336,10 @@ def test_a_phase_is_named_once_in_a_lane(page: Any):
 def test_timeline_follows_the_chosen_step(page: Any):
     title, bars = page.locator("#timeline-title"), page.locator("#timeline-svg rect[data-span]")
     own = page.locator("#timeline-svg rect[data-span]:not(.other-step)")
-    assert title.inner_text() == "Step 7: both columns worked at once for 3.00 s of 4.00 s (75%)"
+    assert (
+        title.inner_text()
+        == "Step 7: both groups worked at the same time for 3.00 s of 4.00 s (75%)"
+    )
     spans = own.evaluate_all(
         "all => all.map(one => [one.dataset.lane, one.dataset.span, one.dataset.step])"
     )
@@ -363,7 +366,10 @@ def test_timeline_follows_the_chosen_step(page: Any):
         == "actor: rollout of step 7, 2.00 s, from 0.000 s to 2.000 s"
     )
     page.select_option("#step-select", label="1")
-    assert title.inner_text() == "Step 1: both columns worked at once for 2.00 s of 4.00 s (50%)"
+    assert (
+        title.inner_text()
+        == "Step 1: both groups worked at the same time for 2.00 s of 4.00 s (50%)"
+    )
     assert set(own.evaluate_all("all => all.map(one => one.dataset.step)")) == {"1"}
     page.locator("#step-slider").press("ArrowRight")
     assert title.inner_text().startswith("Step 2:")

@@ -78,13 +78,13 @@ def test_columns_by_hand():
 def test_the_advice_names_the_faster_splits_first():
     lines = advice(WORK, Split(3, 1), splits(4, movable=True))
     assert lines[0].startswith(
-        "3+1, reference with the actor: 8.00 s a step by the model, actor column 4.97 s"
+        "3+1, reference with the actor: 8.00 s a step, predicted; actor group 4.97 s"
     )
     assert (
         lines[1]
-        == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle column 14%"
+        == "  2+2, reference with the critic: 5.80 s, 1.38x this run's speed, idle group 14%"
     )
-    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x this run's speed, idle column 0%"
+    assert lines[2] == "  colocated on 4: 6.05 s, 1.32x this run's speed, idle group 0%"
     assert not any(
         "with the critic" in line for line in advice(WORK, Split(3, 1), splits(4, movable=False))
     )
@@ -168,7 +168,7 @@ def test_the_work_is_read_off_a_run(split):
     assert measured(untrained + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
     with pytest.raises(UserError, match="no policy update beyond its warm-up"):
         measured(warming, critic, split, 500)
-    with pytest.raises(UserError, match="no more than 2 steps"):
+    with pytest.raises(UserError, match="no step after the 2"):
         measured(actor[:2], critic, split, 500)
 
 
@@ -415,7 +415,7 @@ def test_a_job_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, caps
     monkeypatch.setattr(bench, "subprocess", forked)
     assert bench.main() == 1
     assert "failed: exit" in (told := capsys.readouterr().out)
-    assert "rollout.batch_size=15 does not cut into 2 mini-batches" in told
+    assert "rollout.batch_size=15 is not divisible by ppo.mini_batches=2" in told
 
 
 def shape(folder: Path, **sizes: Any) -> Path:
@@ -442,8 +442,8 @@ def test_a_model_s_shape_alone_gives_what_fits(tmp_path, monkeypatch, capsys):
     large = capsys.readouterr().out.splitlines()
     assert "7,615,616,512 parameters" in large[0]
     assert large[1] == "planned for 128 GiB (a GPU of 138.6 GiB less 8% for fragments)"
-    assert "estimates, nothing is measured" in large[2]
-    line = r"^  (\S+).*: ([\d.]+) s a step \(actor column ([\d.]+) s.* ([\d.]+) s\), (\d+) GiB"
+    assert "estimates, not measurements" in large[2]
+    line = r"^  (\S+).*: ([\d.]+) s a step \(actor group ([\d.]+) s.* ([\d.]+) s\), (\d+) GiB"
     found = re.findall(line, "\n".join(large), re.M)
     seconds = [float(one[1]) for one in found]
     assert len(found) == 5

@@ -109,7 +109,7 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
     # second 0 to 1: critic update 1 under rollout 2; 1.5 to 2: score under rollout; 2.5 to 4: under
     # the policy's update
     assert sum(end - start for start, end in middle.shared) == pytest.approx(1 + 0.5 + 1.5)
-    assert middle.title == "Step 2: both columns worked at once for 3.00 s of 4.00 s (75%)"
+    assert middle.title == "Step 2: both groups worked at the same time for 3.00 s of 4.00 s (75%)"
     after = {2: Step({}, [("update", 1012.0, 1013.0)])}
     assert build_timeline(actor, after, 2).title == "Step 2: 4.00 s, in which nothing overlaps"
 
@@ -144,7 +144,7 @@ def test_a_page_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert heads.split()[:2] == ["run", "steps"]
     assert results.split()[:2] == ["first", "8"]
     assert more == [
-        "Step 6: both columns worked at once for 3.00 s of 4.00 s (75%)",
+        "Step 6: both groups worked at the same time for 3.00 s of 4.00 s (75%)",
         f"run folder: {run}",
         f"page: {run}/report.html",
     ]

@@ -144,8 +144,8 @@ class VLLMEngine(RolloutEngine):
         lost, different = self._ask("verify", sent)
         if lost:
             raise UserError(
-                f"vLLM's model has no place for {len(lost)} of the policy's {len(sent)} tensors, "
-                f"or changes them: {', '.join(lost[:3])}; use --engine.kind hf"
+                f"vLLM's model lacks or changes {len(lost)} of the policy's {len(sent)} tensors: "
+                f"{', '.join(lost[:3])}; use --engine.kind hf"
             )
         if different:
             raise EngineError(
@@ -261,7 +261,7 @@ class VLLMEngine(RolloutEngine):
         if self.process:
             return self.process.exit_report()
         return EngineError(
-            "the vLLM engine of this rank has ended; the rank that started it says why"
+            "the vLLM engine of this rank has ended; see the output of the rank that started it"
         )
 
     def _timed_out(self, what: str) -> EngineError:
