@@ -457,10 +457,10 @@ def test_a_chunk_holds_the_rows_that_end_in_its_part_of_the_window():
 
 
 REFUSED = {
-    "no engine finds a string across two windows": ["--rollout.stop", "END"],
-    "use token": ["--ppo.importance=sequence", "--ppo.old-logprobs=trainer"],
+    "a stop string may span two windows": ["--rollout.stop", "END"],
+    "use ppo.importance=token": ["--ppo.importance=sequence", "--ppo.old-logprobs=trainer"],
     "set ppo.importance=token": ["--ppo.old-logprobs=trainer"],
-    "leaves out": ["--ppo.importance=token"],
+    "skips; change": ["--ppo.importance=token"],
     "use top_p 1": ["--rollout.top-p=0.9"],
     "must be at least 0": ["--rollout.window=-1"],
 }

@@ -65,19 +65,19 @@ def test_the_prompts_show_the_tools(folder: Path):
     told = tried(folder, "reads", "--env.tools=calculator", "--env.call-format=hermes")
     assert f"max_prompt_tokens = {bare + len('calculator: a tool') + 1}\n" in told
     assert "max_context = 1024\n" in told
-    assert "schemas stand" not in told
+    assert "schemas go" not in told
     told = tried(folder, "plain", "--env.tools=calculator")
     assert "the chat template takes no tools: their schemas go into the system mess" in told
 
 
 def test_calls_that_the_template_does_not_show_need_a_format(folder: Path):
-    with pytest.raises(UserError, match=r"^env\.call_format=auto: the chat template reads tools"):
+    with pytest.raises(UserError, match=r"^env\.call_format=auto: the chat template takes tools"):
         tried(folder, "reads", "--env.tools=calculator")
 
 
 def test_a_template_that_rewrites_is_refused_or_passed_over(folder: Path):
     env = "--env.path={d}/env.py:Env"
-    with pytest.raises(UserError, match="rewrites a dialogue once more messages follow"):
+    with pytest.raises(UserError, match="rewrites earlier messages when more follow"):
         tried(folder, "forgets", env)
     assert "warning: the environment" not in tried(folder, "forgets", env, "--env.rewritten=keep")
 

@@ -122,7 +122,7 @@ def test_ctrl_c_ends_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     terminal.type(b"\x03")
     assert terminal.wait() == RESUMABLE, terminal.said
     (saved,) = names(tmp_path / "run")
-    assert terminal.said.count("interrupted: the run ends after this step") == 1
+    assert terminal.said.count("interrupted: finishing and saving this step") == 1
     how = f"stopped by SIGINT to rank [01]: {saved} is saved; the same command with --run-dir run"
     assert re.search(how, terminal.said), terminal.said
     assert not re.search(f"Traceback|{NOISE}", terminal.said), terminal.said
@@ -137,7 +137,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     terminal = Terminal([*TRAIN, "--steps=10000"], folder=tmp_path, before=slow, width=300)
     terminal.until("asleep")
     terminal.type(b"\x03")
-    terminal.until("Ctrl-C again ends it now")
+    terminal.until("Ctrl-C again ends the run now")
     terminal.type(b"\x03")
     assert terminal.wait() == 130
     (run,) = (tmp_path / "runs").iterdir()

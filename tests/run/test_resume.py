@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "tensors made by hand": (
         lambda run, _: by_hand(run, ".metadata", "no"),
-        r"actor can't be loaded \(\w+Error: .*\); set the models that it was written with",
+        r"actor can't be loaded \(\w+Error: .*\); use the models that it was written with",
     ),
     "a live process's lock": (
         lambda run, _: hold(run, socket.gethostname()),

@@ -52,7 +52,7 @@ def test_an_export_replaces_the_one_before(order: tuple[bool, bool], run: Path, 
 def test_a_folder_of_others_is_not_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "value").mkdir()
     (tmp_path / "value" / "model.safetensors").write_text("a user's")
-    with pytest.raises(UserError, match="not of splitppo export"):
+    with pytest.raises(UserError, match="not written by splitppo export"):
         export(run, out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["value"], "nothing is written before"
 
