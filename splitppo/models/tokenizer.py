@@ -71,7 +71,7 @@ def eos_ids(config: PretrainedConfig, tokenizer: Any, folder: Path | None) -> di
             stored = dict(json.loads(file.read_text()))
         except (ValueError, TypeError, RecursionError) as error:
             raise folder_error(
-                folder, f"{file.name} is no JSON object ({error})", "fix or remove it"
+                folder, f"{file.name} is not a JSON object ({error})", "fix or remove it"
             ) from error
         check_ids(folder, file.name, stored, text.vocab_size)
         ids_by_source[file.name] = stored.get("eos_token_id")

@@ -163,7 +163,7 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "a broken line among others": (
         lambda run, _: metrics(run).write_text("{]\n" + metrics(run).read_text()),
-        "actor.jsonl:1: .* is no JSON",
+        "actor.jsonl:1: .* is not a JSON",
     ),
     "a state made by hand": (
         lambda run, _: by_hand(run, "state.json", "[1"),
@@ -216,11 +216,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "a file for the checkpoints": (
         lambda run, _: file_for_folder(run / "checkpoints"),
-        "/checkpoints is no folder that",
+        "/checkpoints is not a writable folder",
     ),
     "a file for the metrics": (
         lambda run, _: file_for_folder(run / "metrics"),
-        "/metrics is no folder that can be",
+        "/metrics is not a writable folder",
     ),
 }
 

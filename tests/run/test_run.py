@@ -572,7 +572,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_of():
     (few,) = warned(
         "--rollout.batch-size=12", "--ppo.mini-batches=2", "--ppo.value-mini-batches=12"
     )
-    assert few.startswith("rollout.batch_size=12 is 1 rows for a mini-batch of 2 critic ranks")
+    assert few.startswith("rollout.batch_size=12 gives 2 critic ranks 1 rows in a mini-batch")
     both: dict[Role, tuple[int, ...]] = {"actor": (0, 1, 2), "critic": (0, 1, 2)}
     few, same = warned_of(both, ["--rollout.batch-size=6", "--ppo.mini-batches=3"])
     assert "3 actor ranks" in few

@@ -365,8 +365,8 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --value.path={d}/pad =>
     model folder {d}/pad: config.json has pad_token_id = 83; ... a whole number below 83
 --policy.path={d}/torn =>
-    model folder {d}/torn: generation_config.json is no JSON object (Expecting ... fix
---policy.path={d}/listed => model folder {d}/listed: generation_config.json is no JSON object (
+    model folder {d}/torn: generation_config.json is not a JSON object (Expecting ... fix
+--policy.path={d}/listed => model folder {d}/listed: generation_config.json is not a JSON object (
 --policy.path={d}/named =>
     {d}/named: generation_config.json has eos_token_id = "<eos>"; write null, or a
 --policy.path={d}/mixed =>
