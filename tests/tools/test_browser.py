@@ -37,48 +37,61 @@ def find_chromium() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def tab() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason=WHY)
     if (path := find_chromium()) is None:
         pytest.skip(WHY)
     with api.sync_playwright() as playwright:
         # root, as CI is, has no sandbox; the pages are this test's own
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
+        # one tab for all: each has a process of its own
+        yield started.new_page(viewport={"width": 1300, "height": 900})
         started.close()
 
 
 class Opener:
-    """Opens pages. Whatever a test does with them, they log no error and ask for nothing but
-    themselves."""
+    """Opens one page after another in a tab. Whatever a test does with them, they log no error and
+    ask for nothing but themselves."""
 
-    def __init__(self, browser: Any, folder: Path):
-        self.browser = browser
+    def __init__(self, tab: Any, folder: Path):
+        self.tab = tab
         self.folder = folder
-        self.pages: list[Any] = []
+        self.opened: list[str] = []
         self.wrong: list[str] = []
+        self.listeners: dict[str, Any] = {
+            "console": lambda message: self.wrong.append(f"{message.type}: {message.text}"),
+            "pageerror": lambda error: self.wrong.append(str(error)),
+            "request": lambda asked: self.wrong.append(asked.url) if self.strange(asked) else None,
+        }
+        for event, listener in self.listeners.items():
+            tab.on(event, listener)
 
-    def __call__(self, text: str, **options: Any) -> Any:
-        path = self.folder / f"page{len(self.pages)}.html"
+    def strange(self, request: Any) -> bool:
+        return request.url != self.opened[-1]
+
+    def __call__(self, text: str) -> Any:
+        path = self.folder / f"page{len(self.opened)}.html"
         path.write_text(text, encoding="utf-8")
-        page = self.browser.new_page(viewport={"width": 1300, "height": 900}, **options)
-        page.on("console", lambda message: self.wrong.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        own = path.as_uri()
-        page.on("request", lambda asked: self.wrong.append(asked.url) if asked.url != own else None)
-        page.goto(own)
-        self.pages.append(page)
-        return page
+        self.close()
+        self.opened.append(path.as_uri())
+        self.tab.goto(self.opened[-1])
+        return self.tab
+
+    def close(self) -> None:
+        """Leaves the page."""
+        if self.opened:
+            assert self.tab.evaluate("window.hacked") is None
+            self.tab.mouse.move(0, 0)
+        assert self.wrong == []
 
 
 @pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Opener]:
-    opener = Opener(browser, tmp_path)
+def show(tab: Any, tmp_path: Path) -> Iterator[Opener]:
+    opener = Opener(tab, tmp_path)
     yield opener
-    assert opener.wrong == []
-    for page in opener.pages:
-        assert page.evaluate("window.hacked") is None
-        page.close()
+    opener.close()
+    for event, listener in opener.listeners.items():
+        tab.remove_listener(event, listener)
 
 
 @pytest.fixture(scope="module")
@@ -530,11 +543,13 @@ def test_5000_steps_are_small_and_open_fast(show: Opener, tmp_path: Path):
     assert page.evaluate("metrics.size") > 95
 
 
-def test_light_and_dark(show: Opener, text: str):
+def test_light_and_dark(show: Opener, tab: Any, text: str):
     colours: list[str] = []
     for scheme in ("light", "dark"):
-        page = show(text, color_scheme=scheme)
+        tab.emulate_media(color_scheme=scheme)
+        page = show(text)
         colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    tab.emulate_media(color_scheme="null")
     light, dark = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
     assert light > 600 > 150 > dark
 
