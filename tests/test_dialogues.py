@@ -155,7 +155,8 @@ def listener(game: Path, samples: int = 1) -> Callable[[Row, int], Row]:
         wide(1, {}, 5),
         wide(2, {"placement__actor": 1}, 0),
         wide(3, {"placement__actor": 2}, 5),
-        (4, {"placement__actor": 1, "env__seed": "prompt", "rollout__samples": 2}, 5),
+        (2, {"placement__actor": 1, "env__seed": "prompt", "rollout__samples": 2}, 5),
+        wide(4, {"placement__actor": 1, "env__seed": "prompt", "rollout__samples": 2}, 5),
         wide(2, {"placement__mode": "colocated"}, 0),
         wide(2, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}, 5),
         wide(
@@ -166,6 +167,7 @@ def listener(game: Path, samples: int = 1) -> Callable[[Row, int], Row]:
         "one rank",
         "1+1",
         "2+1",
+        "1+1, a game a prompt",
         "1+3, a game a prompt",
         "colocated",
         "a set of two",

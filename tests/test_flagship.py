@@ -453,13 +453,13 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
         "ppo__no_whiten": "",
         "reference__offload": "",
     }
-    seen = run(inputs, tmp_path, 3, placement__actor=2, **argv)
+    seen = run(inputs, tmp_path, 2, placement__mode="colocated", **argv)
     compare(seen, reference(inputs, seen, **changes, whiten=False))
 
 
 def test_the_engines_log_probs_stand_in_for_the_old_ones(inputs, tmp_path):
     """Also those that are so far off that the ratio is clamped."""
-    seen = run(inputs, tmp_path, 3, odd="far", placement__actor=2, ppo__old_logprobs="engine")
+    seen = run(inputs, tmp_path, 1, odd="far", ppo__old_logprobs="engine")
     # a loss that is the clamped ratio times an advantage shows the advantage's rounding
     compare(seen, reference(inputs, seen, old_logprobs="engine"), rtol=1e-4)
     for line in seen["lines"][:STEPS]:
@@ -534,7 +534,8 @@ OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
     ("world", "placement", "value_mini_batches", "changes"),
     [
         (1, {}, 1, {}),
-        (3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
+        (1, {}, BATCH, {"importance": "sequence"}),
+        wide(3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
         wide(
             2,
             {"placement__mode": "colocated", "value__tensor_parallel": 2},
@@ -634,10 +635,12 @@ FLAGS = {
         wide(
             "frozen embeddings", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}
         ),
-        ("bounded", 3, {"placement__actor": 1}),
+        ("bounded", 2, {"placement__actor": 1}),
+        wide("bounded", 3, {"placement__actor": 1}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),
-        ("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
+        ("batch", 2, {"placement__actor": 1, **AT_CRITIC}),
+        wide("batch", 3, {"placement__actor": 2, **AT_CRITIC}),
         wide("group", 3, {"placement__actor": 1, "reference__tensor_parallel": 2, **AT_CRITIC}),
     ],
 )

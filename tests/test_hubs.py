@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from devices import needs
 from ranks import run_ranks
 from runs import main_rank, records
 from tiers import wide
@@ -29,8 +30,8 @@ from splitppo.rollout import Prompt
 from splitppo.run import main as run_main
 from splitppo.workers import Failure
 
-gym = pytest.importorskip("reasoning_gym")
-arena = pytest.importorskip("textarena")
+# their imports take seconds: where they are used
+pytestmark = [needs("reasoning_gym", "reasoning-gym"), needs("textarena", "textarena")]
 
 PAGE = (Path(__file__).parents[1] / "docs" / "hubs.md").read_text(encoding="utf-8")
 EASY = '{"max_terms": 2, "max_digits": 1, "size": 60}'
@@ -65,7 +66,7 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("heading", "argv"),
-    [("A task of reasoning_gym", []), wide("Several tasks", []), ("A game of textarena", [])],
+    [("A task of reasoning_gym", []), wide("Several tasks", []), wide("A game of textarena", [])],
 )
 def test_the_pages_commands_train(heading: str, argv: list[str], tmp_path: Path):
     (command,) = typed(heading)
@@ -154,6 +155,8 @@ def test_a_wrong_task_or_setting_is_refused(name: str, settings: str, says: str)
 
 
 def test_a_task_that_raises_and_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch):
+    import reasoning_gym as gym
+
     task = gym.factory.DATASETS["chain_sum"][0]
     with monkeypatch.context() as patch:
         patch.setattr(task, "__getitem__", lambda *_: {}["no row"])

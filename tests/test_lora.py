@@ -165,6 +165,7 @@ def check_parts(held: dict, model: Any, folder: Path, kind: str) -> None:
     assert max(float(layer.lora_B.detach().abs().max()) for layer in layers) > 1e-3
 
 
+@pytest.mark.wide
 def test_with_windows(inputs, tmp_path):
     from test_windows import LENGTHS, WINDOW, lengths_file
 

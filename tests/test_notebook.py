@@ -19,6 +19,8 @@ from runs import names, records
 from torch.distributed import run as torchrun
 
 from splitppo import Config
+from splitppo.config.cli import parse
+from splitppo.config.rules import check
 from splitppo.errors import UserError
 from splitppo.rewards.functions import find_function, name_function
 from splitppo.run import launcher
@@ -67,12 +69,19 @@ def error_of(cell: dict[str, Any]) -> str:
     return "".join(f"{error['ename']}: {error['evalue']}" for error in errors)
 
 
+def cells_of_the_page() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.wide
 @pytest.mark.ranks
 def test_the_notebook_of_the_page(tmp_path: Path) -> None:
-    """On one rank, with fewer steps: the first run ends with step 2, the next cell goes on."""
-    cells = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    """In a kernel, on one rank, with fewer steps: the first run ends with step 2, the next cell
+    goes on."""
     fewer = {"steps=40": "steps=2", '"60"': '"3"', '"2"': '"1"'}
-    cells = [re.sub("|".join(fewer), lambda part: fewer[part[0]], cell) for cell in cells]
+    cells = [
+        re.sub("|".join(fewer), lambda part: fewer[part[0]], cell) for cell in cells_of_the_page()
+    ]
     *cells, first, second, report, formulas = play(tmp_path, *cells)
     assert [error_of(cell) for cell in (*cells, first, second, report, formulas)] == [""] * 7
     assert "step 2/2" in text_of(first)
@@ -168,6 +177,27 @@ def test_flags_of_a_cell(program: Path, capsys, monkeypatch: pytest.MonkeyPatch)
     ]
     with pytest.raises(UserError, match=r"more\.py: unknown word"):
         run(Config(), argv=["more.py"])
+
+
+@pytest.mark.ranks
+def test_the_cells_of_the_page(program: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Without ranks: both runs are of a reward that scores, and of settings that are allowed."""
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    cells = [cell for cell in cells_of_the_page() if not cell.startswith("!")]
+    cell_by_cell(monkeypatch, tmp_path, *cells)
+    *started, formulas = capsys.readouterr().out.splitlines()
+    assert formulas.startswith("tensor([")
+    row: dict[str, Any] = {"data_source": "", "ground_truth": "12", "extra_info": None}
+    for line, steps in zip(started, (40, 60), strict=True):
+        flags, argv = launcher.split(line.partition(" train ")[2].split())
+        assert flags == ["--standalone", "--nproc_per_node=2"]
+        config = parse(argv)
+        check(config)
+        assert (config.steps, config.run_dir) == (steps, "runs/cell")
+        (function,) = config.reward.function
+        assert find_function(function)(solution_str="12", **row) == {
+            "score": pytest.approx(1 + 0.1 / 3), "right": 1, "brief": pytest.approx(1 / 3),
+        }  # fmt: skip
 
 
 @pytest.mark.ranks

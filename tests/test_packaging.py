@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import wide
 
 from splitppo import __version__
 
@@ -172,7 +173,7 @@ def test_the_first_command_eval_and_report_from_the_wheel_alone(
     assert "uPlot" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["pyright --pythonpath", "mypy --python-executable"])
+@pytest.mark.parametrize("command", [wide("pyright --pythonpath"), "mypy --python-executable"])
 def test_editors_know_the_settings_of_an_editable_install(
     clone: Path, tmp_path: Path, command: str
 ) -> None:

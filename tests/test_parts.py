@@ -70,7 +70,8 @@ def grpo(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world", "placement"),
     [
-        (3, {"placement__actor": 1}),
+        (2, {"placement__actor": 1}),
+        wide(3, {"placement__actor": 1}),
         wide(1, {}),
         wide(4, {"placement__actor": 2}),
         wide(2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
@@ -83,7 +84,7 @@ def grpo(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:
             },
         ),
     ],
-    ids=["1+2", "1", "2+2", "cut rows", "sets of two and of one"],
+    ids=["1+1", "1+2", "1", "2+2", "cut rows", "sets of two and of one"],
 )
 def test_every_placement_is_the_reference(inputs, tmp_path, file, world, placement):
     changes = {"ppo__clip_low": 0.2, "ppo__clip_high": 0.2, "ppo__importance": "token"}
@@ -116,6 +117,7 @@ def test_what_a_loss_writes_into_its_inputs_changes_nothing_else(tmp_path):
     torch.testing.assert_close(leaf.grad, -(leaf.detach() - 1).exp())
 
 
+@pytest.mark.wide
 def test_rows_that_go_on_resume_with_their_own_parts(inputs, tmp_path, file):
     """Windows, a stop between two steps, and another placement: the same figures."""
     argv = [

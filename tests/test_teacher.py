@@ -244,7 +244,19 @@ def test_a_teacher_that_is_the_policy_says_nothing_new(taught, tmp_path):
     assert "critic/values/mean" not in critic
 
 
-def test_a_run_goes_on_with_its_teacher_and_with_no_other(taught, tmp_path):
+def test_a_run_goes_on_with_no_other_teacher(taught, tmp_path):
+    argv = [*TINY, f"--teacher.path={taught / 'teacher'}", f"--run-dir={tmp_path / 'run'}"]
+    run_ranks(1, main_rank, [*argv, "--steps=1"])
+    last = [*argv, "--steps=2"]
+    assert "resolved" in dry_run(parse(last), Launch())
+    other = [*last, f"--teacher.path={taught / 'value'}"]
+    with pytest.raises(UserError, match=r"teacher.path \S+safetensors was .* or --force"):
+        dry_run(parse(other), Launch())
+    assert "resolved" in dry_run(parse([*other, "--force"]), Launch())
+
+
+@pytest.mark.wide
+def test_a_run_goes_on_with_its_teacher(taught, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     argv = [*TINY, f"--teacher.path={taught / 'teacher'}", "--checkpoint.every=2"]
     run_ranks(1, main_rank, [*argv, "--steps=3", f"--run-dir={whole}"])
@@ -253,12 +265,6 @@ def test_a_run_goes_on_with_its_teacher_and_with_no_other(taught, tmp_path):
     for role in ("actor", "critic"):
         assert figures(cut, role) == figures(whole, role)
     assert figures(cut, "critic")[3]["distill/kl"] != figures(cut, "critic")[2]["distill/kl"]
-    last = [*argv, "--steps=4", f"--run-dir={cut}"]
-    assert "resolved" in dry_run(parse(last), Launch())
-    other = [*last, f"--teacher.path={taught / 'value'}"]
-    with pytest.raises(UserError, match=r"teacher.path \S+safetensors was .* or --force"):
-        dry_run(parse(other), Launch())
-    assert "resolved" in dry_run(parse([*other, "--force"]), Launch())
 
 
 def test_settings_of_a_value_model_that_is_not_there_are_named():

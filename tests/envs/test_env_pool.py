@@ -65,9 +65,9 @@ class Count:
     def wrong(self): return {"messages": []}
     def speaks(self): return Turn([Message("assistant", "I")])
     def much(self): return Turn(reward="much")
-    def grows(self): self.kept = bytearray(4 << 30)
-    def leaks(self): LEFT.append(bytearray(3 << 28))
-    def keeps(self): self.kept = bytearray(3 << 28)
+    def grows(self): self.kept = bytearray(1 << 30)
+    def leaks(self): LEFT.append(bytearray(3 << 26))
+    def keeps(self): self.kept = bytearray(3 << 26)
     def forks(self): os.fork()
     def leaves(self): subprocess.Popen(["sleep", "61.25"], start_new_session=True)
     def leaves_and_hangs(self): self.leaves(); time.sleep(60)
@@ -160,7 +160,7 @@ FAULTS = {  # what the environment does: the kind, and what the text says
     "wrong": ("invalid", r"step returned \{'messages': \[\]\}; return splitppo.envs.Turn"),
     "speaks": ("invalid", "is not a message of an environment"),
     "much": ("invalid", "'reward' is not a finite number .'much'."),
-    "grows": ("memory", r"MemoryError \(.*: its process may have 1 GiB"),
+    "grows": ("memory", r"MemoryError \(.*: its process may have 0.25 GiB"),
     "leaves_and_hangs": ("timeout", "took longer"),
 }
 HARMLESS = ["prints", "forks", "leaves"]
@@ -171,7 +171,7 @@ def test_each_fault_costs_its_row_alone(
     file: Path, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     does = ["nothing", *FAULTS, "nothing", *HARMLESS, "nothing"]
-    with pool(file, workers=workers, timeout=1, memory=1 << 30) as envs:
+    with pool(file, workers=workers, timeout=1, memory=1 << 28) as envs:
         found = play(envs, [{"does": what} for what in does], TALK)
         with pool(file) as other:
             healthy = play(other, [{}] * len(does), TALK)
@@ -253,7 +253,7 @@ def test_an_environment_goes_on_in_another_process_where_it_was(file: Path) -> N
 
 
 def test_memory_that_others_of_a_worker_hold_fails_no_row(file: Path) -> None:
-    with pool(file, memory=1 << 30) as envs:
+    with pool(file, memory=1 << 28) as envs:
         found = play(envs, [{"does": "keeps"}, {"does": "keeps"}, {"does": "leaks"}], TALK)
     with pool(file) as healthy:
         assert found == play(healthy, [{}] * 3, TALK)

@@ -150,6 +150,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert not re.search(f"Traceback|{NOISE}", terminal.said), terminal.said
 
 
+@pytest.mark.wide
 def test_after_sigterm_the_status_says_that_the_run_can_go_on(tmp_path: Path) -> None:
     terminal = Terminal([*TRAIN, "--run-dir=run", "--steps=10000"], folder=tmp_path)
     terminal.until("step +1/")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,27 +124,36 @@ def test_the_estimate_is_what_the_allocator_counts(tmp_path: Path, world: int, n
             assert phases[phase][1] == pytest.approx(phases[phase][0], rel=0.1), phase
 
 
-def resolved_of(*flags: str, gpus: int = 8, shape: Any = None, **models: Any) -> Resolved:
-    """Of a 7B shape, as on a node of GPUs."""
-    shape = shape or Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    config = parse(["--policy.path=m", "--ppo.kl-coef=0.1", "--rollout.batch-size=512", *flags])
-    placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
+SHAPE_7B = Qwen2Config(
+    vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@cache
+def models_of(shape: str) -> dict[str, Model]:
+    """What the settings name; of a shape, as JSON, once: to work out what they cost takes long."""
     kinds: Any = {"policy": "policy", "value": "value", "reference": "policy"}
-    models = {
+    config = Qwen2Config(**json.loads(shape))
+    return {
         name: Model(
             kind,
             "m",
             "m",
-            shape,
+            config,
             random_init=True,
             packed=True,
             trainable=(NotTrained if name == "reference" else Trainable)(kind),
         )
         for name, kind in kinds.items()
-    } | models
+    }
+
+
+def resolved_of(*flags: str, gpus: int = 8, shape: Any = SHAPE_7B, **models: Any) -> Resolved:
+    """Of a 7B shape, as on a node of GPUs."""
+    config = parse(["--policy.path=m", "--ppo.kl-coef=0.1", "--rollout.batch-size=512", *flags])
+    placement = place(config.placement, world=gpus, local_world=gpus, gpu=True)
+    models = models_of(shape.to_json_string()) | models
     device, dtype = torch.device("cuda"), torch.bfloat16
     return Resolved(
         config, {}, placement, gpus, device, dtype, True, "vllm", models, None, 151666, {0: ""}

@@ -102,12 +102,14 @@ def as_older(run: Path) -> None:
     )
 
 
+# does what `run_files.take` does, and imports nothing
 HOLDER = """
-import socket, sys
-from pathlib import Path
-from splitppo.run import folder
-socket.gethostname = lambda: sys.argv[2]
-held = folder.take(Path(sys.argv[1]))
+import fcntl, os, sys
+held = open(f"{sys.argv[1]}/lock", "a+")
+fcntl.lockf(held, fcntl.LOCK_EX)
+held.truncate(0)
+held.write(f"process {os.getpid()} on {sys.argv[2]} since 2026-11-26 09:00:00")
+held.flush()
 print(held.name, flush=True)
 sys.stdin.read()
 """
@@ -504,7 +506,8 @@ def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch, capsys):
         assert re.match(f"{told}: waiting 2 s for its end$", capsys.readouterr().out)
         threading.Timer(0.5, holder.kill).start()
         with run_files.take(tmp_path) as held:
-            assert re.match(rf"process {os.getpid()} on ", Path(held.name).read_text())
+            taken = rf"process {os.getpid()} on {socket.gethostname()} since \d{{4}}-\S+ \S+"
+            assert re.fullmatch(taken, Path(held.name).read_text())
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):

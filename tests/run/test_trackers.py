@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from devices import needs
 from ranks import run_ranks
 from runs import main_rank
 
@@ -21,14 +22,8 @@ from splitppo.errors import UserError
 from splitppo.run import trackers
 from splitppo.run.trackers import Trackers, find_tracker, metrics_of
 
-MISSING = "a tracker's package is not installed: pip install -e '.[test]'"
-wandb: Any = pytest.importorskip("wandb", reason=MISSING)
-internal: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason=MISSING)
-accumulator: Any = pytest.importorskip(
-    "tensorboard.backend.event_processing.event_accumulator", reason=MISSING
-)
-trackio: Any = pytest.importorskip("trackio", reason=MISSING)
-mlflow: Any = pytest.importorskip("mlflow", reason=MISSING)
+# their imports take seconds: where they are used
+pytestmark = [needs(name, "test") for name in ("wandb", "tensorboard", "trackio", "mlflow")]
 ROLES = ("actor", "critic")
 PAGE = Path(__file__).parents[2] / "docs" / "parts.md"
 ARGV = (
@@ -62,6 +57,9 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
 def wandb_records(path: Path) -> Iterator[Any]:
     """The records of an offline run's file: LevelDB's log format (blocks of 32 KiB) after a header
     of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    internal: Any = wandb_internal_pb2
     data, offset, record = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while offset < len(data):
@@ -168,7 +166,9 @@ def test_wandb_draws_over_step_and_knows_the_configuration(tracked):
 
 
 def test_tensorboard_holds_both_roles_figures(tracked):
-    events = accumulator.EventAccumulator(str(tracked / "tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
     seen: dict[tuple[str, int], float] = {}
     for name in events.Tags()["scalars"]:
@@ -204,6 +204,8 @@ def test_trackio_holds_both_roles_figures(tracked):
 
 def test_mlflow_goes_on_in_one_run_with_both_roles_figures(tracked, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
     client = mlflow.MlflowClient(f"file:{tracked.parent / 'mlflow'}")
     (run,) = client.search_runs(["0"])
     assert run.info.run_id == (tracked / "mlflow_id").read_text()
@@ -226,6 +228,8 @@ def test_names_that_mlflow_refuses(tmp_path, monkeypatch):
     tracker = trackers.MLflow(parse([]), tmp_path, 0)
     tracker.write(1, 1.0, {"reward/a, b@4 (c)": 2.0})
     tracker.close()
+    import mlflow
+
     run = mlflow.get_run((tmp_path / "mlflow_id").read_text())
     assert run.data.metrics == {"reward/a_ b_4 _c_": 2.0}
 
@@ -397,6 +401,8 @@ def test_other_ranks_trackers_do_nothing(tmp_path, notes):
 @pytest.fixture
 def fresh_wandb():
     """wandb reads the environment once a process, until it is torn down."""
+    import wandb
+
     wandb.teardown()
     yield
     wandb.teardown()
