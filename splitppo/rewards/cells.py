@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,43 +19,40 @@ def write_cell(name: str, cells: Mapping[str, Any]) -> str:
     """Writes the function `name` of `cells`, the names that a notebook's cells have bound, into a
     file in FOLDER. The same text is the same file. Returns its path. Raises UserError if the
     function uses what no file can hold."""
-    lines: dict[str, str] = {}
-    _define(name, cells, lines, name)
-    text = "\n".join(lines.values())
+    text = "\n".join(_texts(name, cells, name, set()))
     path = FOLDER / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     FOLDER.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def _define(name: str, cells: Mapping[str, Any], lines: dict[str, str], function: str) -> None:
-    """Adds the text that binds a name of the cells to `lines` (by name), behind what it uses."""
+def _texts(name: str, cells: Mapping[str, Any], function: str, done: set[str]) -> Iterator[str]:
+    """The text that binds a name of the cells, behind those of what it uses, each once."""
+    done.add(name)  # it may use itself
+    try:
+        text = _text(name, cells)
+    except (OSError, TypeError, ValueError, SyntaxError, RecursionError) as error:
+        raise UserError(
+            f"reward={function}: it uses {name} of another cell, a {type(cells[name]).__name__} "
+            f"that can't be written to a file; make it in {function}, or write both to a .py file "
+            "(%%writefile) and import it from there"
+        ) from error
+    for used in _globals(symtable(text, name, "exec")):
+        if used in cells and used not in done:
+            yield from _texts(used, cells, function, done)
+    yield text
+
+
+def _text(name: str, cells: Mapping[str, Any]) -> str:
+    """An import, a function's source, or `name = ...` of a number, a text, or a collection of
+    them."""
     value = cells[name]
-    short = getattr(value, "__name__", "")
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    lines[name] = ""  # it may use itself
     if isinstance(value, ModuleType):
-        text = f"import {short} as {name}\n"
-    elif module and vars(module) is not cells and getattr(module, short, None) is value:
-        text = f"from {module.__name__} import {short} as {name}\n"
-    else:
-        try:
-            text = _source(name, value)
-        except (OSError, TypeError, ValueError, SyntaxError, RecursionError) as error:
-            raise UserError(
-                f"reward={function}: it uses {name} of another cell, a {type(value).__name__} that "
-                f"can't be written to a file; make it in {function}, or write both to a .py file "
-                "(%%writefile) and import it from there"
-            ) from error
-        for used in _globals(symtable(text, name, "exec")):
-            if used in cells and used not in lines:
-                _define(used, cells, lines, function)
-    del lines[name]
-    lines[name] = text
-
-
-def _source(name: str, value: Any) -> str:
-    """The text of a function, or `name = ...` of a number, a text, or a collection of them."""
+        return f"import {value.__name__} as {name}\n"
+    short = getattr(value, "__name__", "")
+    module = inspect.getmodule(value)
+    if module and vars(module) is not cells and getattr(module, short, None) is value:
+        return f"from {module.__name__} import {short} as {name}\n"
     if getattr(value, "__qualname__", None) == name:
         return textwrap.dedent(inspect.getsource(value))
     if ast.literal_eval(repr(value)) != value:
