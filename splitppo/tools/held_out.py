@@ -33,7 +33,7 @@ from splitppo.run.resolve import pick_device, resolve
 from splitppo.run.sources import model_folder
 from splitppo.tools.saved import load_model, open_run
 
-SHOWN = 3  # rows on the screen
+SHOWN = 3  # prompts on the screen, each with its first response
 NORMAL_95 = 1.96  # standard errors of a 95 % interval
 # of a run's settings those that follow from its data, where the user has set none
 DERIVED = ("rollout.max_prompt_tokens", "rollout.max_context")
@@ -135,7 +135,7 @@ def _show(
     say(f"score {metrics['val/score/mean']:.4f} ± {half:.4f} (95 %, {len(by_prompt)} prompts)")
     for name, value in metrics.items():
         say(f"{name.removeprefix('val/'):<28} {value:.4g}")
-    for line in lines[:SHOWN]:
+    for line in lines[: SHOWN * samples : samples]:
         say(f"question  {screen.cut(str(line['question']), 100)}")
         say(f"answer    {screen.cut(line['response'], 100)}  (score {line['score']:g})")
     say(f"written: {out}/metrics.json, {out}/rows.jsonl")
