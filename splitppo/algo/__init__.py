@@ -1,11 +1,10 @@
-"""The maths of PPO as pure functions on tensors: nothing here knows a model, a config or another
-rank.
+"""PPO's formulas as pure functions on tensors, without models, configuration or other ranks.
 
-Shapes: `B` rows, `N` packed tokens, `V` vocabulary. All takes packed tokens: those that the policy
-sampled, row after row, and the rows' `lengths`. Nothing is padded: one row of 32k tokens among a
-thousand short ones would cost most of the memory. Log-probs, KL and entropy are in nats. Shapes
-that don't fit are a ValueError; settings are checked by the configuration. Parts of a batch add up:
-the caller may cut it as it likes (`moments` / `merge_moments`, `aggregate_weight`).
+Shapes: `B` rows, `N` packed tokens, `V` vocabulary. Tensors are packed: the tokens that the policy
+sampled, one row after another, with the rows' `lengths`. Nothing is padded, since one row of 32k
+tokens among a thousand short ones would need most of the memory. Log-probs, KL and entropy are in
+nats. Wrong shapes raise ValueError; the configuration checks settings. A batch may be split into
+parts, whose results combine exactly (`moments` / `merge_moments`, `aggregate_weight`).
 
 Sources: PPO: Schulman et al. 2017 (arXiv:1707.06347). GAE: Schulman et al. 2016 (arXiv:1506.02438).
 Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL divergence", 2020

@@ -1,5 +1,5 @@
-"""From scores to advantages, of packed tokens: those that the policy sampled, row after row, with
-the rows' `lengths`."""
+"""From scores to advantages, on packed tokens: those that the policy sampled, one row after
+another, with the rows' `lengths`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ def check_shapes(axes: int, **tensors: Tensor) -> None:
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamped to `LOG_RATIO` on either side: a ratio beyond e^20 is a defect, and must not become
-    inf. No gradient flows into what is clamped."""
+    """Clamps to `LOG_RATIO` on either side, so that a ratio beyond e^20, which is a defect, does
+    not become inf. Clamped values have no gradient."""
     return log_ratio.clamp(-LOG_RATIO, LOG_RATIO)
 
 
@@ -67,8 +67,8 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
 def all_moments(
     all_gather: Callable[[list[list[float]]], list[Any]], figures: Sequence[Tensor]
 ) -> list[Moments]:
-    """Moments of each tensor over all ranks' parts of it. `all_gather` gives each rank's list, in
-    the ranks' order; every rank has as many tensors."""
+    """Moments of each tensor over all ranks. `all_gather` returns each rank's list, in the order of
+    the ranks. Every rank passes the same number of tensors."""
     parts = all_gather(
         [[float(m.count), float(m.mean), float(m.variance)] for m in map(moments, figures)]
     )
@@ -77,19 +77,17 @@ def all_moments(
 
 
 def explained_variance(targets: Moments, errors: Moments) -> float:
-    """`1 - var(target - value) / var(target)`; 0 where the targets differ by no more than
-    rounding."""
+    """`1 - var(target - value) / var(target)`; 0 if the targets differ only by rounding."""
     spread = float(targets.variance)
     return 1 - float(errors.variance) / spread if spread > _ALIKE else 0.0
 
 
 @torch.no_grad()
 def whiten(x: Tensor, over: Moments | None = None) -> Tensor:
-    """`(x - mean) * rsqrt(variance + 1e-8)`; 0 for a token that is alone.
+    """`(x - mean) * rsqrt(variance + 1e-8)`; 0 for a single token.
 
-    `x`: `[N]`. `over` is given when the statistics are over more tokens than these, as with a batch
-    spread over ranks. Returns `x`'s dtype, without gradient: advantages are constants of the
-    policy's loss.
+    `x`: `[N]`. `over`: statistics over more tokens than these, as for a batch spread over ranks.
+    Returns `x`'s dtype, without gradient, since advantages are constants in the policy's loss.
     """
     stats = moments(x) if over is None else over
     return ((x.double() - stats.mean) * torch.rsqrt(stats.variance + 1e-8)).to(x.dtype)
@@ -132,8 +130,8 @@ def _sizes(lengths: Sequence[int], *packed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef: float) -> Tensor:
-    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token, if it
-    has one. `scores`: `[B]`, in the reward's unit. `kl`: `[N]`."""
+    """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token (a row
+    may have no token). `scores`: `[B]`, in the reward's unit. `kl`: `[N]`."""
     sizes = _sizes(lengths, kl)
     if scores.shape != sizes.shape:
         raise ValueError(f"want one score a row, {tuple(sizes.shape)}, got {tuple(scores.shape)}")
@@ -153,14 +151,15 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: Schulman et al. 2016, eq. 16; `(advantages, returns)`.
 
-    `rewards`, `values`: `[N]` on the CPU; a value is of the state before its token. `gamma` and
-    `lam` lie in [0, 1]; `lam` may be `[B]`, one a row. After a row's last token the value is 0:
-    every row ends there, and there is no bootstrap. A residual within float32's rounding of reward
+    `rewards`, `values`: `[N]` on the CPU; a value is that of the state before its token. `gamma`
+    and `lam` lie in [0, 1]; `lam` may be `[B]`, one per row. The value after a row's last token is
+    0: every row ends there, without bootstrapping. A residual within float32's rounding of reward
     and value is 0. Returns are advantages + values, the targets of the value model. Both `[N]`,
     without gradient.
 
-    The recursion goes back in time over all rows at once. The tokens are sorted by time and, of one
-    time, the longest rows first: so each time's tokens are neighbours, and nothing is padded.
+    The recursion runs back in time over all rows at once. Tokens are sorted by time, and within a
+    time by the length of their rows, longest first. So the tokens of one time are neighbours, and
+    nothing is padded.
     """
     sizes = _sizes(lengths, rewards, values)
     ends = sizes.cumsum(0)
@@ -189,7 +188,7 @@ def gae(
 
 
 def rewards_to_go(rewards: Tensor, lengths: Sequence[int], *, gamma: float) -> Tensor:
-    """`[N]`: the discounted sum of a token's reward and those after it. `rewards`: `[N]`."""
+    """The discounted sum of each token's reward and all later ones, `[N]`. `rewards`: `[N]`."""
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma=gamma, lam=1.0)[0]
 
 
@@ -198,18 +197,18 @@ def turn_baseline(
     returns: Tensor, turns: Tensor, lengths: Sequence[int], *, count: int,
     all_sum: Callable[[Tensor], Tensor], prompts: Tensor | None, shape: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """What stands for values where there are none: a mean over rows of the reward-to-go with which
-    the token's turn begins; `[N]` float64.
+    """A baseline without a value model: the mean over rows of the reward-to-go at the first token
+    of the token's turn; `[N]` float64.
 
-    Over the rows of the batch that have the turn. Or, with `prompts`, over the other rows of the
-    prompt, and a row that lacks the turn counts 0: its episode has ended.
+    The mean is over the batch's rows that have the turn. With `prompts` it is over the prompt's
+    other rows, where a row without the turn counts as 0, since its episode has ended.
 
     Args:
         returns: `[N]`, rewards-to-go.
         turns: `[N]` int64, each token's turn, below `count`.
-        all_sum: adds up a tensor over the parts of the batch.
-        prompts: `[B]` int64, each row's prompt; None: the mean is the batch's.
-        shape: (prompts, rows of a prompt, at least 2) of the whole batch, where `prompts` count.
+        all_sum: sums a tensor over the parts of the batch.
+        prompts: `[B]` int64, each row's prompt. None: the mean is over the batch.
+        shape: (prompts, rows per prompt, at least 2) of the whole batch, used with `prompts`.
     """
     sizes = _sizes(lengths, returns, turns)
     row = torch.arange(len(sizes)).repeat_interleave(sizes)

@@ -15,24 +15,24 @@ ALIKE = 1e-6
 
 
 def buckets(logprobs: Tensor) -> Tensor:
-    """Log-probs `[..., k]` of some tokens to `[..., k + 1]`: behind them that of all other tokens
-    together, at least log `REST`."""
+    """Appends to log-probs `[..., k]` of some tokens that of all other tokens together, at least
+    log `REST`: `[..., k + 1]`."""
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=REST)
     return torch.cat([logprobs, rest.log()], -1)
 
 
 def divergence(logprobs: Tensor, teacher: Tensor, kind: Divergence) -> Tensor:
-    """The divergence at each token, `[N]` in nats, over the teacher's k most likely tokens and all
-    others as one.
+    """The divergence at each token, `[N]` in nats, over the teacher's k most likely tokens and one
+    bucket for all others.
 
     `forward`: KL(teacher || policy). `reverse`: KL(policy || teacher). `jsd`: the mean of both
     sides' KL to their mixture. Gradient flows into `logprobs` only.
 
     Args:
         logprobs: `[N, k]`, the policy's of these tokens.
-        teacher: `[N, k + 1]`, the teacher's `buckets`. They are normalised again: what rounding to
-            float16 added to their sum would else be of first order. What is left of rounding is no
-            divergence (`ALIKE`).
+        teacher: `[N, k + 1]`, the teacher's `buckets`. They are normalised again, because rounding
+            to float16 changes their sum to first order. What rounding remains counts as 0
+            (`ALIKE`).
     """
     policy = buckets(logprobs)
     teacher = teacher.detach().to(policy.dtype).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Losses and entropy, of packed tensors `[N]`: the response tokens of one row after the other."""
+"""Losses and entropy of packed tensors `[N]`: the response tokens of one row after another."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,7 +12,7 @@ Aggregate = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"]
 
 
 def mean(x: Tensor) -> Tensor:
-    """Mean of `x` `[N]`: a 0-d tensor, 0 (still on the graph) without tokens."""
+    """Mean of `x` `[N]`, a 0-d tensor. Without tokens 0, still connected to the graph."""
     check_shapes(1, x=x)
     return x.sum() / max(len(x), 1)
 
@@ -23,11 +23,11 @@ def _means(figures: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def aggregate_loss(x: Tensor, lengths: Tensor, aggregate: Aggregate) -> Tensor:
-    """One number from token losses `x` `[N]` of rows with so many tokens, `lengths` `[B]`; 0 (still
-    on the graph) without tokens.
+    """Averages token losses `x` `[N]` of rows with `lengths` `[B]`. Without tokens 0, still
+    connected to the graph.
 
-    `token_mean`: every token counts alike. `seq_mean_token_sum`, `seq_mean_token_mean`: the sum or
-    the mean over each row's tokens, then the mean over the rows that have some.
+    `token_mean`: over all tokens. `seq_mean_token_sum`, `seq_mean_token_mean`: sum or mean over
+    each row's tokens, then mean over the rows that have tokens.
     """
     check_shapes(1, x=x)
     weight = aggregate_weight(lengths, aggregate).clamp(min=1)
@@ -38,11 +38,11 @@ def aggregate_loss(x: Tensor, lengths: Tensor, aggregate: Aggregate) -> Tensor:
 
 
 def aggregate_weight(lengths: Tensor, aggregate: Aggregate) -> Tensor:
-    """`aggregate_loss`'s denominator, 0-d float64, for rows with so many tokens `[B]`: the tokens,
-    or the rows that have one.
+    """The denominator of `aggregate_loss`, 0-d float64, for rows with `lengths` `[B]`: the number
+    of tokens, or of rows that have tokens.
 
-    Over any cut of the rows into parts, the mean of the parts' losses, weighted by this, is the
-    loss of the whole: so a mini-batch gives the same loss and gradient however it is cut.
+    However rows are split into parts, the mean of the parts' losses weighted by this is the loss of
+    all rows. So a mini-batch gives the same loss and gradient however it is split.
     """
     check_shapes(1, lengths=lengths)
     if aggregate == "token_mean":
@@ -66,14 +66,13 @@ def policy_loss(
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated: `(loss, metrics)`, 0-d
     tensors.
 
-    Tensors are `[N]`, the rows' `lengths` `[B]`.
-    With ratio = exp(logprobs - old_logprobs), clamped to e^20 on either side,
-    where it has no gradient (`clamp_log_ratio`), and advantage A, a token loses `max(-A * ratio, -A
-    * clip(ratio, 1 - clip_low, 1 + clip_high))`; for A < 0, `dual_clip` c > 1 bounds that by `-c *
-    A` (Ye et al. 2020), since a ratio that ran away would otherwise make it as large as it likes.
-    With the mode `mask` a token loses `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else
-    0 (SAO, arXiv:2607.07508, eq. 3); there is no dual clip. `weights` `[N]`, if given, multiply
-    the tokens' losses (importance weights). Gradient flows into `logprobs` only.
+    Tensors are `[N]`, the rows' `lengths` `[B]`. With ratio = exp(logprobs - old_logprobs), whose
+    log is clamped to 20 on either side (`clamp_log_ratio`), and advantage A, a token's loss is
+    `max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`. For A < 0, `dual_clip` c > 1
+    bounds it by `-c * A` (Ye et al. 2020); without, it grows with the ratio. With the mode `mask`
+    the loss is `-A * ratio` where 1 - clip_low < ratio < 1 + clip_high, else 0 (SAO,
+    arXiv:2607.07508, eq. 3), without a dual clip. `weights` `[N]`, if given, multiply the tokens'
+    losses (importance weights). Gradient flows into `logprobs` only.
 
     Metrics, detached means over the tokens: `ppo_kl` mean of old - new log-prob; `pg_clipfrac`
     share of tokens whose clipped term is the larger loss; `pg_clipfrac_lower` share that the dual
@@ -154,8 +153,8 @@ def value_loss(
     tensors.
 
     Tensors are `[N]`, the rows' `lengths` `[B]`.
-    A token loses `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
-    R)^2)`; `clip=None` leaves the first term. A token whose error v - R is within float32's
+    A token's loss is `0.5 * max((v - R)^2, (clip(v, old - clip, old + clip) -
+    R)^2)`; `clip=None` keeps only the first term. A token whose error v - R is within float32's
     rounding of R has no gradient. The square is L^VF of Schulman et al. 2017, eq. 9;
     clip and half are those of its code (openai/baselines, ppo2). Gradient flows into `values` only.
     Metrics, detached means over the tokens: `vf_clipfrac` share of tokens whose clipped term is the
@@ -183,8 +182,8 @@ def bounded_values(logits: Tensor, bounds: tuple[float, float] | None) -> Tensor
 
 
 def bounded_logits(values: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """The inverse of `bounded_values`. A value nearer to a bound than 1 % of the range counts as
-    that near."""
+    """The inverse of `bounded_values`. Values are first moved at least 1 % of the range away from
+    either bound."""
     if bounds is None:
         return values
     low, high = bounds
@@ -201,13 +200,12 @@ def bounded_value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of bounded values (BPCO, arXiv:2608.23566): `(loss, metrics)`, 0-d tensors.
 
-    Tensors are `[N]`, the rows' `lengths` `[B]`.
-    With p = sigmoid(logits) and y = (R - low) / (high - low), a token loses
-    `-y log p - (1 - y) log(1 - p)`, in nats; its gradient by the logit is p - y. Returns R are
-    Monte-Carlo returns in [low, high]: the loss is least where p is the mean of y. Gradient flows
-    into `logits` only, and not where the value is R but for float32's rounding. Metrics, as of
-    `value_loss`: `vf_clipfrac`, always 0; `vpred_mean`, of the values.
-    """
+    Tensors are `[N]`, the rows' `lengths` `[B]`. With p = sigmoid(logits) and y = (R - low) / (high
+    - low), a token's loss is `-y log p - (1 - y) log(1 - p)`, in nats; its gradient with respect to
+    the logit is p - y. Returns R are Monte-Carlo returns in [low, high]: the loss is least where p
+    is the mean of y. Gradient flows into `logits` only, and not where the value equals R within
+    float32's rounding. Metrics as in `value_loss`: `vf_clipfrac` (always 0) and `vpred_mean` (of
+    the values)."""
     check_shapes(1, logits=logits, returns=returns)
     low, high = bounds
     share = (returns.detach() - low) / (high - low)
@@ -221,8 +219,8 @@ def bounded_value_loss(
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of softmax(logits) over the last axis: `[..., V]` to `[...]`, in float32
-    (float64 stays). A logit of -inf is a token that can't be sampled: it adds 0, to the gradient as
-    well."""
+    (float64 stays). A logit of -inf (a token that can't be sampled) adds 0, also to the
+    gradient."""
     logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     # p log p goes to 0 with p, but 0 * -inf is nan.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)

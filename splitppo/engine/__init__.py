@@ -1,5 +1,4 @@
-"""The rollout engine: it takes the policy's weights and draws tokens for the rows that are
-submitted."""
+"""The rollout engine takes the policy's weights and samples tokens for submitted rows."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -22,8 +21,8 @@ TICK = 0.005  # seconds that `poll` waits, or works, at most before it returns w
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights as they are now. `version`: grows with each of its updates. `stream`: what
-    `RolloutEngine.load_weights` takes; all ranks of the model's group must call and consume it."""
+    """A model's current weights. `version` grows with each update. `stream` yields the tensors for
+    `RolloutEngine.load_weights`; all ranks of the model's group must call and consume it."""
 
     version: int
     stream: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -31,14 +30,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ask:
-    """Tokens to draw for a row.
+    """A request to sample tokens for a row.
 
     Attributes:
-        row: its number in the data order; seeds its noise.
-        ids: the prompt and all that the row has so far.
-        begun: response tokens among them.
-        tokens: to draw at most.
-        may_stop: whether an end token or stop string ends the row; if not, it gets all `tokens`.
+        row: the row's number in the data order, which seeds its noise.
+        ids: the prompt and everything after it so far.
+        begun: number of response tokens among `ids`.
+        tokens: most tokens to sample.
+        may_stop: whether an end token or stop string ends the row. If not, it gets all `tokens`.
     """
 
     row: int
@@ -50,8 +49,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """What was drawn for an `Ask`: the tokens with their log-probs. `end`: `eos`, `stop`, or
-    `limit`: it has all tokens that were asked for."""
+    """The tokens sampled for an `Ask`, with their log-probs. `end`: `eos`, `stop`, or `limit` if
+    all requested tokens were sampled."""
 
     row: int
     tokens: Sequence[int]
@@ -61,8 +60,8 @@ class Piece:
 
 @dataclass(eq=False)
 class OpenPiece:
-    """An ask in work, and what has been drawn for it. `rank`: whose it is, where an engine serves
-    several."""
+    """A request in progress, and what has been sampled for it. `rank`: the rank that made it, if an
+    engine serves several."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
@@ -76,7 +75,7 @@ class OpenPiece:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be drawn."""
+        """Tokens that may still be sampled."""
         return self.ask.tokens - len(self.tokens)
 
 
@@ -85,7 +84,7 @@ Stops = Callable[[Sequence[OpenPiece]], list[bool]]
 
 
 def find_stops(tokenizer: Any, strings: Sequence[str]) -> Stops:
-    """What looks for these strings in what was drawn for rows, never in their prompts."""
+    """A function that looks for these strings in sampled tokens, never in prompts."""
     if not strings:
         return lambda rows: [False] * len(rows)
     criteria: Any = StopStringCriteria(tokenizer, list(strings))
@@ -99,7 +98,7 @@ def find_stops(tokenizer: Any, strings: Sequence[str]) -> Stops:
 
 
 def row_seed(seed: int, row: int, tokens: int) -> int:
-    """The 63-bit seed of a row's noise after so many of its tokens, for engines that take one seed
+    """The 63-bit seed of a row's noise after this number of tokens, for engines that take one seed
     per request."""
     digest = hashlib.blake2b(f"{seed}/{row}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -136,17 +135,17 @@ def check_weights(
 
 
 class RolloutEngine(ABC):
-    """Draws tokens for the rows of one actor rank, as many rows at once as it can. A row's noise is
+    """Samples tokens for the rows of one actor rank, as many rows at once as fit. A row's noise is
     a function of (seed, row, position) alone, or of (seed, row, `begun`, position).
 
-    Of `sampling`, engines read temperature, stop, top_p and top_k. At temperature 0 they take the
-    likeliest token, with log-probs at temperature 1, of all tokens. Only drawn tokens are searched
-    for stop strings, never the prompt. top_k comes before top_p, and log-probs are those of the
-    truncated distribution.
+    Engines read temperature, stop, top_p and top_k from `sampling`. At temperature 0 they take the
+    most likely token, with log-probs at temperature 1 over all tokens. top_k is applied before
+    top_p, and log-probs are those of the truncated distribution. Stop strings are looked for in
+    sampled tokens only.
 
     Attributes:
         loaded: whether the engine has a complete set of weights. `release_memory` may drop them.
-        open: asks without a piece yet.
+        open: number of requests without an answer.
     """
 
     loaded = False
@@ -162,31 +161,29 @@ class RolloutEngine(ABC):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging
-        Face name, cast to the engine's dtype. Of tied weights, the stream may hold any of the names
-        or all. After an error, as the ValueErrors of `check_weights`, the engine needs a complete
-        new load."""
+        Face name, cast to the engine's dtype. Tied weights may come under any or all of their
+        names. After an error (such as a ValueError of `check_weights`) load everything again."""
         self._check_idle("load_weights")
         self.loaded = False
         self._load(weights)
         self.loaded = True
 
     def begin(self, sampling: RolloutConfig, seed: int) -> None:
-        """Makes ready to draw. Raises RuntimeError if rows are open, or no weights are loaded."""
+        """Prepares to sample. Raises RuntimeError if requests are open or no weights are loaded."""
         self._check_idle("begin")
         if not self.loaded:
             raise RuntimeError("begin before a complete load_weights")
         self._begin(sampling, seed)
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """Begins to draw for more rows; returns at once."""
+        """Starts to sample for more rows. Returns at once."""
         self.open += len(asks)
         if asks:
             self._submit(asks)
 
     def poll(self) -> list[Piece]:
-        """What has ended since the last call, each ask once; waits for it no longer than `TICK`.
-        Raises FloatingPointError if a log-prob is NaN or infinite, and any error of the engine's
-        work."""
+        """The requests that ended since the last call. Waits for one no longer than `TICK`. Raises
+        FloatingPointError if a log-prob is NaN or infinite, and any error of the engine."""
         pieces = self._poll()
         self.open -= len(pieces)
         for piece in pieces:
@@ -195,14 +192,14 @@ class RolloutEngine(ABC):
         return pieces
 
     def abort(self) -> None:
-        """Drops all open rows; the engine's work has stopped then."""
+        """Drops all open requests, and waits until the engine has stopped working on them."""
         if self.open:
             self._abort()
         self.open = 0
 
     @abstractmethod
     def release_memory(self, *, trained: bool) -> None:
-        """Gives the trainer the device memory that it needs now. Afterwards `loaded` may be False.
+        """Frees the device memory that the trainer needs now. Afterwards `loaded` may be False.
         `trained`: whether the trainer's memory peak so far includes an update."""
 
     @abstractmethod

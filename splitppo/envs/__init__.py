@@ -1,15 +1,16 @@
-"""Environments: what answers the policy between the turns of a row, and rewards them.
+"""Environments answer the policy between the turns of a row, and reward the turns.
 
-An environment is a class of the user's, a set of tools (tools.py), or built in: one object a row,
+An environment is a user's class, a set of tools (tools.py), or built in. Each row has one object:
 
-    Name(row, seed)    of a data row and a seed
-    reset()            the prompt, a list of messages; None: the row's own
-    step(message)      a Turn, the answer to an assistant's message; may be `async def`
-    close()            frees what the episode holds; called once, also after a failure
+    Name(row, seed)    made from a data row and a seed
+    reset()            returns the prompt, a list of messages; None: the row's own prompt
+    step(message)      answers an assistant's message by a Turn; may be `async def`
+    close()            frees the episode's resources; called once, also after a failure
 
-What it says must follow from row, seed and messages alone: a row that goes on elsewhere is played
-again there. It runs in a worker process, so this package imports neither torch nor numpy;
-player.py and turns.py alone belong to the rank, which has the tokenizer.
+Its answers must depend on row, seed and messages alone: when a row moves to another process, the
+environment is made again there and its messages are replayed. Environments run in worker
+processes, so this package imports neither torch nor numpy; only player.py and turns.py run in the
+rank, which has the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,13 @@ NO_ID = "0" * 9  # of a call; some templates refuse other ids than nine letters 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool in an assistant's message.
+    """A tool call in an assistant's message.
 
     Attributes:
-        name: of the tool. arguments: by the names of its parameters.
-        id: what the model called it, if its format has ids.
-        error: why the text is no call; "": it is one.
+        name: name of the tool.
+        arguments: values by parameter name.
+        id: the model's id of the call, if the call format has ids.
+        error: why the call can't be parsed; "" if it can.
     """
 
     name: str
@@ -45,9 +47,10 @@ class Message:
 
     Attributes:
         role: `assistant` is the policy; an environment answers as `user`, `tool` or `system`.
-        content: its text, without the tokens that end a turn.
-        tool_calls: of an assistant's message, in their order.
-        name, tool_call_id: of a `tool` message, the function that answers and the `Call.id`.
+        content: the text, without the tokens that end a turn.
+        tool_calls: the calls in an assistant's message, in order.
+        name: the function that answers, in a `tool` message.
+        tool_call_id: the `Call.id` that a `tool` message answers.
     """
 
     role: str
@@ -59,14 +62,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment says to an assistant's message.
+    """An environment's answer to an assistant's message.
 
     Attributes:
-        messages: what the policy reads next.
-        reward: of the assistant's message.
-        done: whether the episode ends here; the policy does not read the messages then.
-        truncated: whether it ends because it was cut off, and not because it is over.
-        metrics: numbers by name. They may tell a time: turns are equal if the rest is.
+        messages: the messages that the policy reads next.
+        reward: reward of the assistant's message.
+        done: whether the episode ends here. The policy then does not read the messages.
+        truncated: whether the episode was cut off, rather than finished.
+        metrics: numbers by name. They may differ when a turn is replayed.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -77,8 +80,8 @@ class Turn:
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """The messages that an environment returned, each a `Message` or a dict of its fields; None:
-    none. Half characters become U+FFFD. Raises TypeError if they are no messages."""
+    """The messages that an environment returned: each a `Message` or a dict of its fields, or None
+    for no message. Lone surrogates become U+FFFD. Raises TypeError for anything else."""
     listed = messages if isinstance(messages, list | tuple) else [messages] * (messages is not None)
     converted = [Message(**m) if isinstance(m, Mapping) else m for m in listed]
     for m in converted:
@@ -98,8 +101,8 @@ def read_messages(messages: Any) -> list[Message]:
 
 
 def read_turn(result: Any) -> Turn:
-    """What `Env.step` returned, checked: a worker must not send on what the sampler can't read.
-    Raises TypeError or ValueError."""
+    """Checks what `step` returned, since the sampler can't read anything else. Raises TypeError or
+    ValueError."""
     if not isinstance(result, Turn):
         raise TypeError(
             f"step returned {one_line(repr(result)[:120])}; return splitppo.envs.Turn(...)"

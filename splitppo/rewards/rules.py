@@ -2,7 +2,7 @@
 
 A rule takes (data_source, solution_str, ground_truth, extra_info) and returns a score.
 `solution_str` is the decoded response without special tokens. A ground truth that the rule can't
-use is a UserError.
+use raises UserError.
 """
 
 import functools
@@ -32,7 +32,7 @@ _MATH_TIMEOUT = 3
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the response is the truth's text, white space at both ends aside; else 0."""
+    """1 if the response equals the ground truth, ignoring white space at both ends; else 0."""
     return float(
         solution_str.strip() == _text("exact_match", "a text", data_source, ground_truth).strip()
     )
@@ -41,8 +41,8 @@ def exact_match(
 def last_number(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the last number on the response's first non-empty line equals the truth as a number (7 =
-    7.0); else 0."""
+    """1 if the last number on the response's first non-empty line equals the ground truth as a
+    number (7 = 7.0); else 0."""
     first_line = next((line for line in solution_str.splitlines() if line.strip()), "")
     return _last_equals(
         "last_number", list(_ANY_NUMBER.finditer(first_line)), data_source, ground_truth
@@ -52,7 +52,7 @@ def last_number(
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the last `#### <number>` of the response equals the truth as a number; else 0, also
+    """1 if the number after the response's last `####` equals the ground truth; else 0, also
     without a marker."""
     return _last_equals(
         "gsm8k", list(_MARKED_NUMBER.finditer(solution_str)), data_source, ground_truth
@@ -62,7 +62,7 @@ def gsm8k(
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the last number of the response equals the truth as a number, as verl's flexible GSM8K;
+    """1 if the last number of the response equals the ground truth, as in verl's flexible GSM8K;
     else 0."""
     return _last_equals(
         "gsm8k_flexible", list(_ANY_NUMBER.finditer(solution_str)), data_source, ground_truth
@@ -72,11 +72,11 @@ def gsm8k_flexible(
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """1 if the library math-verify finds the answer equal to the truth; else 0.
+    """1 if the library math-verify finds the answer equal to the ground truth; else 0.
 
-    The answer is the last `\\boxed{}`, else what the library finds: after "the answer is", the last
-    formula, the last number. The truth is LaTeX, bare or in a solution with a `\\boxed{}`. For the
-    main thread only: the library's time limits use signals.
+    The answer is the last `\\boxed{}`, or else what the library finds: the text after "the answer
+    is", the last formula, or the last number. The ground truth is LaTeX, alone or in a solution
+    with a `\\boxed{}`. Only for the main thread, because the library's time limits use signals.
     """
     truth = _text("math", "LaTeX", data_source, ground_truth).strip()
     if not solution_str.strip():
@@ -97,10 +97,10 @@ def math(
 def echo(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """Fraction of correct characters, by position, in [0, 1]; 1 only if the response is the truth.
+    """Fraction of correct characters by position, in [0, 1].
 
-    The longer of the two texts counts, so extra and missing characters are wrong. White space is
-    not stripped.
+    It is relative to the longer text, so extra and missing characters count as wrong. White space
+    is not stripped.
     """
     truth = _text("echo", "a text", data_source, ground_truth)
     right = sum(a == b for a, b in zip(solution_str, truth, strict=False))
@@ -110,8 +110,8 @@ def echo(
 def reasoning_gym(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """What the row's task of reasoning_gym scores: the text in the last <answer>...</answer>, or
-    else the whole response."""
+    """The score by the row's reasoning_gym task, of the text in the last <answer>...</answer>, or
+    else of the whole response."""
     task = _gym_task(data_source.partition(":")[2], json.dumps(extra_info["settings"]))
     extract = importlib.import_module("reasoning_gym.utils").extract_answer
     return task.score_answer(extract(solution_str) or solution_str.strip(), extra_info["entry"])

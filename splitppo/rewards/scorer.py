@@ -1,8 +1,7 @@
 """Scores rows by a weighted sum of reward functions.
 
-Rules that take microseconds run in this process. All other functions run in worker processes: a
-function that is slow, hangs, raises or ends its process costs its row the score, and costs other
-rows nothing.
+Rules that take microseconds run in this process. All other functions run in worker processes: if a
+function is slow, hangs, raises or ends its process, only its own row loses its score.
 """
 
 from collections import Counter
@@ -38,8 +37,8 @@ FAILING_ROWS = 16  # the run ends when a function fails on every row, and on so 
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a row. `figures`: the other numbers of a function that returned a dict; with
-    several functions each one's score and numbers, as `NAME/score` and `NAME/key`."""
+    """The score of a row. `figures`: the other numbers of a function that returned a dict. With
+    several functions: each function's score and numbers, as `NAME/score` and `NAME/key`."""
 
     score: float  # weighted sum of the functions' scores; a failure counts as `failed_score`
     figures: dict[str, float]

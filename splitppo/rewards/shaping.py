@@ -1,5 +1,5 @@
-"""The raw score of a row becomes the reward of its last token, but for what spans pay on the way.
-The adaptive KL controller."""
+"""Turns a row's score into the reward of its last token, apart from the rewards of spans inside the
+response. The adaptive KL controller."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ def shape_scores(
 ) -> Tensor:
     """Scores after normalising by `moments`, clipping, and the penalties of truncated and overlong
     rows; `[B]` float32. `scores`: `[B]` raw. `lengths`: response tokens of each row. `truncated`:
-    whether the row was cut at a limit. `centered`: whether to subtract the mean. The rewards of
-    turns can't be: a row would gain by each turn that it has or lacks."""
+    whether the row was cut at a limit. `centered`: whether to subtract the mean. Rewards of turns
+    are not centred, since a row would then gain or lose by its number of turns."""
     shaped = scores.double()
     if config.normalize != "off":
         mean = moments.mean if centered else torch.zeros_like(moments.mean)

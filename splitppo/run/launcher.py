@@ -114,23 +114,23 @@ def run(
     config: Config, reward: RewardFunction | None = None, argv: Sequence[str] | None = None
 ) -> None:
     """Trains from a user's script, as `-m splitppo.train` does, and ends the process with the run's
-    exit status. In a notebook's cell it starts the ranks as processes, shows their lines, and
+    exit status. In a notebook cell it starts the ranks as processes, prints their output, and
     returns when the run has ended.
 
-    Reward workers import the script: call this under `if __name__ == "__main__":`.
+    Reward workers import the script, so call this under `if __name__ == "__main__":`.
 
     Args:
-        config: What differs from the defaults counts as flags before those of the command line,
-            which override them. A preset (`--config`, or `config.config`) is below both.
-        reward: The function that scores a row, in place of `reward.function`: one at the top level
-            of its file, or of a cell.
-        argv: The flags of the command line. None: those that the script was started with; in a
-            cell, none. There they may be torchrun's, too: `["--nproc_per_node", "2"]`.
+        config: Settings. Flags of the command line override those that differ from the defaults;
+            these override a preset (`--config`, or `config.config`).
+        reward: The function that scores a row, in place of `reward.function`. It is defined at the
+            top level of its file or cell.
+        argv: The command line's flags. None: those that the script was started with, or in a cell
+            none. In a cell they may include torchrun's: `["--nproc_per_node", "2"]`.
 
     Raises:
-        RuntimeError: The script is imported as the file of a reward. Other errors are printed, as
-            on a command line.
-        UserError: In a cell, with the cause of a failure.
+        RuntimeError: if the script is imported as the file of a reward. Other errors are printed,
+            as on a command line.
+        UserError: in a cell, with the cause of a failure.
     """
     frames = traceback.walk_stack(sys._getframe())
     if any(frame.f_globals.get("__name__", "").startswith(IMPORTED) for frame, _ in frames):

@@ -1,9 +1,8 @@
-"""`splitppo bench`: placements compared on the same GPUs, one job after the other, with the same
-rows and models.
+"""`splitppo bench`: compares placements on the same GPUs, one job after another, with the same rows
+and models.
 
-A job is `colocated`; or `2+2`, `2+2/critic`: a split, the reference with the actor or the critic.
-Prints a table, and writes OUT/bench.json and each job's run folder and log.
-"""
+A job is `colocated`, `2+2` (a split with the reference on the actor) or `2+2/critic` (on the
+critic). Prints a table, and writes OUT/bench.json and each job's run folder and log."""
 
 import json
 import math
@@ -27,16 +26,17 @@ DRAWN = 16384  # lengths of a distribution
 
 @dataclass(frozen=True)
 class Bench:
-    """What is compared. Flags that are not listed here are the trainer's, and go to every job.
+    """Compare placements and settings. Flags that are not listed here are the trainer's and go to
+    every job.
 
     Args:
-        gpus: ranks of each job
-        jobs: Placements: colocated, 3+1, 2+2/critic (the reference with the critic).
+        gpus: Ranks of each job.
+        jobs: Placements: colocated, 3+1, 2+2/critic (the reference on the critic).
         lengths: Response lengths: fixed:512, or lognormal:MEAN:CAP (seeded; sigma 0.8). The
             trainer's --rollout.lengths takes a file.
-        warmup: Steps that are not measured.
+        warmup: First steps, which are not measured.
         steps: Steps that are measured.
-        out: Folder for everything; must not exist.
+        out: Folder for all results. It must not exist.
     """
 
     gpus: int

@@ -84,9 +84,9 @@ def chat(
     temperature: float = 0.0,
     max_new_tokens: int | None = None,
 ) -> int:
-    """Answer each line of the standard input by the trained policy and by the one before training,
-    with the values: of each token, the score that the value model expected just before it; and a
-    teacher's surprise at it, minus its log-prob.
+    """Answer each line of standard input with the trained policy and with the policy before
+    training. Below each token stands its value, the score that the value model expected before that
+    token, and the surprise of a teacher, minus its log-prob.
 
     Args:
         run: The run's folder.

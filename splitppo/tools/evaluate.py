@@ -12,13 +12,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "splitppo eval",
         usage="%(prog)s MODEL|RUN [--out DIR] [the trainer's flags]",
-        description="Score the held-out rows of a policy as a validation does. A run's settings "
-        "hold where no flag is given. --log.validate-samples and --log.validate-temperature say "
-        "how many responses a prompt has, and how they are sampled.",
+        description="Score a policy on held-out rows, as a validation does. Flags override a run's "
+        "settings. --log.validate-samples sets the number of responses per prompt, and "
+        "--log.validate-temperature how they are sampled.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="a model's folder or hub name, an adapter, RUN, a checkpoint")
-    parser.add_argument("--out", type=Path, help="the folder to write. Unset: eval/DATE-TIME")
+    parser.add_argument(
+        "model", help="a model's folder or hub name, an adapter, a run or a checkpoint"
+    )
+    parser.add_argument("--out", type=Path, help="output folder. Unset: eval/DATE-TIME")
     chosen, flags = parser.parse_known_args(words())
     from splitppo.tools.held_out import evaluate  # imports torch, and --help must not wait for it
 

@@ -16,19 +16,19 @@ def export(
 ) -> Path:
     """Write DIR/policy and, if the run has a value model, DIR/value as Hugging Face folders.
     `AutoModelForCausalLM.from_pretrained` loads the policy;
-    `AutoModelForTokenClassification.from_pretrained`, where the library has that class of the
-    model's type, the value model (one label: the value of each position, or with `value.range` its
-    logit, and config.json has `value_range`). `value.path` takes DIR/value of any type.
-    What training did not change is as in the folder that it started from; transformers 4.57 reads
-    both if it reads that folder.
+    `AutoModelForTokenClassification.from_pretrained` loads the value model, if transformers has
+    that class for the model type. Its one label is the value of each position; with `value.range`
+    it is the logit, and config.json has `value_range`. `value.path` accepts DIR/value of any type.
+    Everything that training did not change is as in the original folder. transformers 4.57 reads
+    both folders if it reads the original one.
 
     Args:
         run: The run's folder.
         step: The checkpoint's step. Unset: the newest.
         out: DIR. Unset: RUN/export/step_N.
         dtype: Precision of the written weights.
-        merged: Of a run with LoRA, write whole models, adapters merged into their base. Unset: the
-            adapters alone, as peft reads them, with a value model's head.
+        merged: For a run with LoRA: write whole models, with the adapters merged. Unset: write the
+            adapters in peft's format, and the value model's head.
     """
     import torch
 

@@ -21,15 +21,15 @@ def plan(
     length: int | None = None,
     memory: float = 80.0,
 ) -> list[str]:
-    """Predicts from a run which split is the fastest, or from a model's configuration which
-    placements fit. Prints its lines, and returns them.
+    """Predict from a run which placement is the fastest, or from a model's configuration which
+    placements fit.
 
     Args:
-        run: a run's folder; or a model's, or its hub name.
-        gpus: how many GPUs to place. Unset: as many as the run has.
-        length: of a model: the longest row in tokens, prompt and response.
-        memory: of a model: GB of a GPU, as its name has them. A GPU of 80 GB has 79.2 GiB, one of
-            141 GB 139.6 GiB; placements fit in what fragments leave of it, 72.9 and 128.4 GiB.
+        run: A run's folder, a model's folder, or a model's hub name.
+        gpus: Number of GPUs. Unset: as many as the run has.
+        length: For a model: the longest row in tokens, prompt and response.
+        memory: For a model: the GB in the GPU's name. A GPU of 80 GB has 79.2 GiB, of which
+            fragmentation leaves 72.9; one of 141 GB has 139.6 GiB, which leaves 128.4.
     """
     for flag, value in (("gpus", gpus), ("length", length), ("memory", memory)):
         if value is not None and value <= 0:

@@ -140,14 +140,14 @@ def prepare(
     source: Path | None = None,
     out: Path | None = None,
 ) -> None:
-    """Write the train.parquet and test.parquet of presets, in verl's schema. A complete folder is
-    left as it is.
+    """Write train.parquet and test.parquet for the presets, in verl's schema. A folder that is
+    already complete is not changed.
 
     Args:
         name: The data set.
-        source: Folder with train and test as they are published, .jsonl or .parquet. Unset: from
-            the model hub.
-        out: Folder to write. Unset: data/NAME.
+        source: Folder with the published train and test files, .jsonl or .parquet. Unset: download
+            them from the hub.
+        out: Output folder. Unset: data/NAME.
     """
     from pyarrow import Table, parquet
 

@@ -19,17 +19,17 @@ def push(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     merged: bool = False,
 ) -> None:
-    """Write a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging
-    Face hub, by HF_TOKEN or the token of `hf auth login`.
+    """Export a checkpoint's models as `splitppo export` does, and upload the policy to the Hugging
+    Face hub, with HF_TOKEN or the token of `hf auth login`.
 
     Args:
         run: The run's folder.
-        repo: The repository, which is made if there is none.
+        repo: The repository, OWNER/NAME. It is created if it does not exist.
         step: The checkpoint's step. Unset: the newest.
-        value: Upload the value model, too, to OWNER/NAME-value.
-        public: Let everyone read the repositories. Unset: they are private.
+        value: Also upload the value model, to OWNER/NAME-value.
+        public: Make the repositories public. Unset: they are private.
         dtype: Precision of the uploaded weights.
-        merged: Of a run with LoRA, upload whole models, not adapters.
+        merged: For a run with LoRA: upload whole models, not adapters.
     """
     # these take seconds, and --help must not wait for them
     from splitppo.models.hub import REPO, upload

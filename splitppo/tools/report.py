@@ -25,14 +25,14 @@ def newest_run() -> Path:
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), out: Path | None = None
 ) -> None:
-    """Print a run's results, and write it as a page: curves, timelines, rows, in one file that
-    needs no network. Of several runs: their curves over each other, tables of their results and of
-    the settings that differ.
+    """Print a run's results and write a report page with curves, timelines and rows: one HTML file
+    that needs no network. Several runs share one page, with their curves in one plot, their
+    results, and the settings in which they differ.
 
     Args:
-        runs: The runs' folders. Unset: the newest one under ./runs.
-        out: Where the page goes. Unset: RUN/report.html; of several runs report_RUN_RUN.html in
-            this folder.
+        runs: Folders of runs. Unset: the newest run under ./runs.
+        out: File of the page. Unset: RUN/report.html, or for several runs report_RUN_RUN.html in
+            the current folder.
     """
     folders = runs or (newest_run(),)
     read = read_runs(folders)
