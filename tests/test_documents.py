@@ -238,14 +238,15 @@ def test_a_metric_that_is_not_in_the_table_is_noticed() -> None:
     assert unknown_metrics("`critic/explained/token_K`, `window/rows`, `val/score/...`") == set()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_to_pages_and_headings(page: str) -> None:
     anchors = {
         name: {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)}
         for name, text in PAGES.items()
     }
+    text = (ROOT / page).read_text(encoding="utf-8")
     wrong = []
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[page]):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         path = (ROOT / page).parent / target if target else ROOT / page
         name = str(path.resolve().relative_to(ROOT))
         if not path.exists() or (anchor and anchor not in anchors[name]):

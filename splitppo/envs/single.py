@@ -1,5 +1,6 @@
 """Rows without an environment: dialogues of one turn."""
 
+import sys
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -13,7 +14,7 @@ class SingleTurn:
     answers = False
     render = None
     seeds = "row"
-    max_turn_tokens = 2**31  # no limit
+    max_turn_tokens = sys.maxsize
 
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
         return False

@@ -35,6 +35,7 @@ SCRIPT = (  # as `python FILE` does
     f"{START} sys.argv.pop(0); sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]));"
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+CAUSE = r"error: |[\w.]+(Error|Exception)\b"  # how the line of a cause begins
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -137,15 +138,12 @@ def run(
             'run() starts when its file is imported; write if __name__ == "__main__": before it'
         )
 
-    # no rank, and no file: a notebook, or a Python prompt
-    in_cell = "RANK" not in os.environ and not hasattr(sys.modules["__main__"], "__file__")
-
     def flags() -> list[str]:
         function = [] if reward is None else ["--reward.function", name_function(reward)]
-        typed = [] if in_cell else sys.argv[1:]
+        typed = [] if in_cell() else sys.argv[1:]
         return cli.as_flags(config, *function, arguments=typed if argv is None else argv)
 
-    if in_cell:
+    if in_cell():
         launch_from_cell(flags())
         return
     from splitppo.run.main import run_rank  # with torch, which takes seconds to import
@@ -153,6 +151,11 @@ def run(
     # under torchrun at once, as at the end of train.py; alone as any script
     leave = os._exit if "RANK" in os.environ else sys.exit
     leave(run_rank(importlib.import_module("splitppo.train").train, flags))
+
+
+def in_cell() -> bool:
+    """Whether this process is no rank and runs no file: a notebook, or a Python prompt."""
+    return "RANK" not in os.environ and not hasattr(sys.modules["__main__"], "__file__")
 
 
 def launch_from_cell(flags: Sequence[str]) -> None:
@@ -187,8 +190,7 @@ def launch_from_cell(flags: Sequence[str]) -> None:
     if interrupted:
         raise KeyboardInterrupt
     if launcher.returncode:
-        begins = r"error: |[\w.]+(Error|Exception)\b"
-        cause = max((i for i, line in enumerate(said) if re.match(begins, line)), default=-1)
+        cause = max((i for i, line in enumerate(said) if re.match(CAUSE, line)), default=-1)
         raise UserError("".join(said[cause:]).removeprefix("error: ").strip())
 
 

@@ -73,8 +73,10 @@ def test_a_bucket_holds_an_experts_matrices_of_one_dtype() -> None:
     sent = {entry.name: entry for entries in filled for entry in entries}
     assert sent.keys() == sums.keys()
     exact = {name for name, entry in sent.items() if entry.dtype == torch.float32}
-    gate = "model.layers.1.mlp.gate"
-    assert exact == {f"{gate}.weight", f"{gate}.e_score_correction_bias"}
+    # transformers 5.17 does not name the routers
+    endings = tuple(model._keep_in_fp32_modules_strict)
+    assert exact == {name for name in sent if name.endswith(endings)}
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in exact
     assert sent["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (64, 32)
     assert sums["model.layers.1.mlp.experts.3.down_proj.weight"][0] == 64 * 32
 

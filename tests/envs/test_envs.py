@@ -276,7 +276,7 @@ def hinted(
         ({"limit": "1"}, False),
         ({"limit": True}, False),
         ({"either": [1, 2]}, True),
-        ({"either": ["1"]}, False),
+        ({"either": {"a": 1}}, False),
         ({"either": "1"}, False),
         ({"either": None}, False),
         ({"sizes": {"a": 1}}, True),
