@@ -175,6 +175,8 @@ def start_vllm(
     config: LlamaConfig,
     tokenizer: PreTrainedTokenizerFast,
     max_rows: int,
+    *,
+    keep_cache: bool = False,
     **changes: Any,
 ) -> Any:
     """An engine on the CPU, or on the GPUs."""
@@ -187,7 +189,7 @@ def start_vllm(
     process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
         config=Config(
-            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
+            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True, keep_cache=keep_cache),
             rollout=RolloutConfig(max_new_tokens=1024, stop=stop),
         ),
         folder=str(folder),

@@ -11,6 +11,8 @@ vLLM does.
 """
 
 import argparse
+import importlib
+import json
 import os
 import pickle
 import random
@@ -59,6 +61,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--window", type=int, default=0, help="tokens that each row gets")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="JSON: vLLM's settings, in place of ours"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="so many, of --window's decode steps"
+    )
     return parser.parse_args()
 
 
@@ -85,6 +93,9 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
         device=device,
         threads=torch.get_num_threads(),
     )
+    arguments: Any = importlib.import_module("vllm.engine.arg_utils")
+    make = arguments.EngineArgs
+    arguments.EngineArgs = lambda **ours: make(**(ours | options.engine))
     rows, facts = start_llm(plan)
     runner = "second" if getattr(rows.llm.vllm_config, "use_v2_model_runner", False) else "first"
     print(f"{facts}, {runner} runner", flush=True)
@@ -193,7 +204,7 @@ def open_prompts(lengths: list[int], rows: int, prompt: int, ids: int) -> list[l
     return [[draw.randrange(1, ids) for _ in range(size)] for size in sizes]
 
 
-def window(rows: Rows, plan: Plan, prompts: list[list[int]], tokens: int) -> None:
+def window(rows: Rows, plan: Plan, prompts: list[list[int]], tokens: int, kernels: int) -> None:
     """Prints the seconds of a rollout in which each row gets `tokens` tokens, by their use."""
     llm = rows.llm
     scheduler = llm.engine_core.engine_core.scheduler
@@ -246,6 +257,10 @@ def window(rows: Rows, plan: Plan, prompts: list[list[int]], tokens: int) -> Non
     print(f"  messages, there and back, pickled and read: {messages:.3f} s in all")
     for part, seconds in sorted(busy.items(), key=lambda item: -item[1]):
         print(f"  kernels of {part}: {1e3 * seconds:.2f} ms a step", flush=True)
+    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in averages[:kernels]:
+        millis = event.self_device_time_total / 1e3 / PROFILED
+        print(f"    {millis:7.3f} ms {event.count / PROFILED:6.1f} calls  {event.key[:110]}")
 
 
 def main() -> None:
@@ -257,7 +272,7 @@ def main() -> None:
     if options.window:
         for count in options.rows:
             prompts = open_prompts(lengths, count, options.prompt, plan.vocabulary)
-            window(rows, plan, prompts, options.window)
+            window(rows, plan, prompts, options.window, options.kernels)
         return
     for count in options.rows:
         own = [lengths[row % len(lengths)] for row in range(count)] if count > 1 else [longest]
