@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from runs import names
@@ -92,15 +93,21 @@ def test_turns_are_cut_in_training_and_in_validation(tmp_path: Path):
         assert max(map(len, texts)) == 2
 
 
-def test_a_baseline_without_a_model_for_critic_ranks_chooses_its_placement(tmp_path: Path):
+def test_a_baseline_without_a_model_for_critic_ranks_chooses_its_placement(
+    tmp_path: Path, monkeypatch, capsys
+):
     """Also when the same command resumes, and when the folder says all of it."""
     argv = command("critic.md", "--ppo.baseline group")
-    small = ["--rollout.batch-size=8", *SMALL[1:], "--log.validate-every=0"]
-    for words, steps in (([*argv, *small], 1), ([*argv, *small], 2), (["--run-dir=runs/group"], 3)):
-        assert run_ranks(2, _in_folder, str(tmp_path), [*words, f"--steps={steps}"]) == [0, 0]
-        facts = json.loads((tmp_path / "runs/group/resolved.json").read_text())
+    argv += ["--rollout.batch-size=8", *SMALL[1:], "--log.validate-every=0"]
+    assert run_ranks(2, _in_folder, str(tmp_path), [*argv, "--steps=1"]) == [0, 0]
+    resolved = [(tmp_path / "runs/group/resolved.json").read_text()]
+    monkeypatch.chdir(tmp_path)
+    for words in (argv, ["--run-dir=runs/group"]):
+        assert train.main([*words, "--steps=2", "--dry-run", "--world-size=2"]) == 0
+        resolved.append(capsys.readouterr().out.partition("resolved: ")[2])
+    for text in resolved:
+        facts, _ = json.JSONDecoder().raw_decode(text)
         assert (facts["placement"], facts["actor"], facts["critic"]) == ("colocated", 2, 2)
-    assert names(tmp_path / "runs/group") == ["step_000002", "step_000003"]
 
 
 def _in_folder(_: int, folder: str, argv: list[str]) -> int:
@@ -108,6 +115,7 @@ def _in_folder(_: int, folder: str, argv: list[str]) -> int:
     return train.main(argv)
 
 
+@pytest.mark.wide
 def test_a_script_starts_with_a_quiet_screen(tmp_path: Path):
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)

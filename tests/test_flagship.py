@@ -440,7 +440,8 @@ def test_every_placement_is_the_paper(inputs, baseline, tmp_path, world, changes
     compare(seen, baseline[1])
 
 
-def test_options_that_are_not_the_default(inputs, tmp_path):
+@pytest.mark.parametrize("world", [1, wide(3)])
+def test_options_that_are_not_the_default(inputs, tmp_path, world):
     """Sums over rows, dual clip on, whitening off, other KL estimators, the reference moved away
     between its uses."""
     changes = {
@@ -453,7 +454,8 @@ def test_options_that_are_not_the_default(inputs, tmp_path):
         "ppo__no_whiten": "",
         "reference__offload": "",
     }
-    seen = run(inputs, tmp_path, 2, placement__mode="colocated", **argv)
+    argv |= {"placement__actor": 2} if world > 1 else {}
+    seen = run(inputs, tmp_path, world, **argv)
     compare(seen, reference(inputs, seen, **changes, whiten=False))
 
 

@@ -65,12 +65,12 @@ SMALL = (
 
 
 @pytest.mark.parametrize(
-    ("heading", "argv"),
-    [("A task of reasoning_gym", []), wide("Several tasks", []), wide("A game of textarena", [])],
+    ("heading", "world"),
+    [("A task of reasoning_gym", 1), wide("Several tasks", 2), wide("A game of textarena", 2)],
 )
-def test_the_pages_commands_train(heading: str, argv: list[str], tmp_path: Path):
+def test_the_pages_commands_train(heading: str, world: int, tmp_path: Path):
     (command,) = typed(heading)
-    run_ranks(2, main_rank, [*command, *SMALL, "--steps=1", f"--run-dir={tmp_path}/run"])
+    run_ranks(world, main_rank, [*command, *SMALL, "--steps=1", f"--run-dir={tmp_path}/run"])
     lines = records(tmp_path / "run", "actor")
     assert [line["step"] for line in lines if "val/score/mean" in line] == [0, 1]
     assert "val/failures" not in lines[0]

@@ -78,7 +78,7 @@ def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "world", "changes"),
     [
-        ("qwen3_moe", 2, {"placement__actor": 1}),
+        wide("qwen3_moe", 2, {"placement__actor": 1}),
         wide("olmoe", 3, {"placement__actor": 2, "compute__packing": "on"}),
         wide("olmoe", 2, {**COLOCATED, "policy__offload": "all"}),
         wide("qwen3_moe", 2, {**COLOCATED, "policy__offload": "all", "value__offload": "all"}),
@@ -91,9 +91,13 @@ def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_placement_is_the_paper(folders, tmp_path, kind, world, changes) -> None:
     seen = run(folders[kind], tmp_path, world, **changes)
     compare(seen, reference(folders[kind], seen))
+    check_experts(seen, critic=kind == "qwen3_moe")
+
+
+def check_experts(seen: dict[str, Any], *, critic: bool) -> None:
     for line in seen["lines"][:3]:
         assert 1 / 6 <= line["actor/expert_share"] <= line["actor/expert_share_max"] <= 1
-    assert ("critic/experts_idle" in seen["lines"][3]) == (kind == "qwen3_moe")
+    assert ("critic/experts_idle" in seen["lines"][3]) == critic
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_the_routers_balancing_loss_is_the_papers(folders, tmp_path, world, chan
     seen = run(folder, tmp_path, world, **whole, **changes)
     compare(seen, reference(folder, seen, balance=0.5))
     assert all(2 < line["actor/router_aux"] < 3 for line in seen["lines"][:3])
+    check_experts(seen, critic=True)
 
 
 @pytest.mark.wide

@@ -219,7 +219,8 @@ MESHES = {  # what shares layers has each shape twice; what cuts rows, which no 
     "2x2": (4, {"actor": [TWO]}, None, False, chosen(0, 2)),
     "2x1x2": (4, {"actor": [TWO]}, 2, True, chosen(1)[1:2]),  # two replicas of 1x2
     # 1x2 in the one group, 2x1 in the other
-    "1x2 and 2x1": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, chosen(2, 1)),
+    "1x2 and 2x1": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, chosen(2, 1)[3:]),
+    "the same, others": (2, {"actor": [TWO], "critic": [SetShape()]}, None, True, chosen(2, 1)[:3]),
     # rows, sequence, tensor
     "2x2x1": (4, {"actor": [CUT]}, None, True, chosen(1, 2, 0)[::2]),
     "1x2x2": (4, {"actor": [SetShape(2, 2)]}, None, True, chosen(1, 2, 0)[1::2]),
@@ -434,7 +435,7 @@ def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, fl
     [
         wide([SetShape(), SetShape(tensor=4)]),
         wide([TWO, SetShape(tensor=4)]),
-        [CUT, SetShape(sequence=4)],
+        wide([CUT, SetShape(sequence=4)]),
         [TWO, SetShape(2, 2)],
     ],
 )

@@ -61,7 +61,7 @@ class Count:
     def dies(self): os._exit(3)
     def segfaults(self): os.kill(os.getpid(), 11)
     def hangs(self): time.sleep(60)
-    def prints(self): print("x" * 5_000_000); print("y" * 5_000_000, file=sys.stderr)
+    def prints(self): print("x" * 1_000_000); print("y" * 1_000_000, file=sys.stderr)
     def wrong(self): return {"messages": []}
     def speaks(self): return Turn([Message("assistant", "I")])
     def much(self): return Turn(reward="much")

@@ -134,6 +134,7 @@ def slow() -> None:
     in_step_3(lambda: print("asleep", flush=True) or time.sleep(60))
 
 
+@pytest.mark.wide
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     terminal = Terminal([*TRAIN, "--steps=10000"], folder=tmp_path, before=slow, width=300)
     terminal.until("asleep")

@@ -655,6 +655,7 @@ def late_rows_rank(rank: int, argv: list[str]) -> int:
     return main_rank(rank, argv)
 
 
+@pytest.mark.wide
 def test_a_critic_rank_that_has_its_rows_waits_for_the_others_rows(tmp_path):
     run_ranks(
         3,
