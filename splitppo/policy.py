@@ -57,8 +57,11 @@ class Policy:
             self.signals["teacher_ids"] = torch.zeros(0, k, dtype=torch.int32)
             self.signals["teacher_logprobs"] = torch.zeros(0, k + 1, dtype=torch.float16)
         self._outputs = outputs
+        load = cast(Any, learner.model).load
         if context.config.policy.router_aux_coef:
-            cast(Any, learner.model).load.keep_logits()
+            load.keep_logits()
+        if outputs.replays:
+            load.drive()
         self.compared = False  # whether the engine's log-probs have been, with the trainer's
         self.trained = False  # whether an update has shown how much memory one takes
 

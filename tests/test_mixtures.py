@@ -79,6 +79,7 @@ def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "world", "changes"),
     [
         wide("qwen3_moe", 2, {"placement__actor": 1}),
+        wide("qwen3_moe", 2, {"placement__actor": 1, "policy__replay_routing": "off"}),
         wide("olmoe", 3, {"placement__actor": 2, "compute__packing": "on"}),
         wide("olmoe", 2, {**COLOCATED, "policy__offload": "all"}),
         wide("qwen3_moe", 2, {**COLOCATED, "policy__offload": "all", "value__offload": "all"}),
@@ -89,8 +90,10 @@ def in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_every_placement_is_the_paper(folders, tmp_path, kind, world, changes) -> None:
+    """The engine's choice of experts is replayed in all updates, unless that is off."""
+    replays = "policy__replay_routing" not in changes
     seen = run(folders[kind], tmp_path, world, **changes)
-    compare(seen, reference(folders[kind], seen))
+    compare(seen, reference(folders[kind], seen, replays=replays))
     check_experts(seen, critic=kind == "qwen3_moe")
 
 
@@ -113,7 +116,7 @@ def test_the_routers_balancing_loss_is_the_papers(folders, tmp_path, world, chan
     folder = folders["qwen3_moe"]
     whole = {"policy__router_aux_coef": 0.5, "compute__micro_batch_tokens": 4096}
     seen = run(folder, tmp_path, world, **whole, **changes)
-    compare(seen, reference(folder, seen, balance=0.5))
+    compare(seen, reference(folder, seen, balance=0.5, replays=True))
     assert all(2 < line["actor/router_aux"] < 3 for line in seen["lines"][:3])
     check_experts(seen, critic=True)
 
@@ -121,7 +124,9 @@ def test_the_routers_balancing_loss_is_the_papers(folders, tmp_path, world, chan
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
 def test_with_windows(folders, tmp_path, kind) -> None:
-    check(folders[kind], tmp_path, 3, LENGTHS, WINDOW, placement__actor=2, rollout__samples=2)
+    """Experts are of the policy that sampled a token, also in later steps."""
+    changes: Any = {"placement__actor": 2, "rollout__samples": 2}
+    check(folders[kind], tmp_path, 3, LENGTHS, WINDOW, replays=True, **changes)
 
 
 @pytest.mark.wide
@@ -131,14 +136,14 @@ def test_adapters_beside_attention(folders, tmp_path, kind) -> None:
     folder = folders[kind]
     seen = run(folder, tmp_path, 2, placement__actor=1, policy__lora__rank=RANK)
     adapters = {"policy": begun(folder / "policy", "policy", LoraConfig(RANK))}
-    compare(seen, reference(folder, seen, adapters=adapters))
+    compare(seen, reference(folder, seen, adapters=adapters, replays=True))
 
 
 @pytest.mark.wide
 def test_a_router_that_is_frozen(folders, tmp_path) -> None:
     folder = folders["qwen3_moe"]
     seen = run(folder, tmp_path, 2, placement__actor=1, policy__freeze="router")
-    compare(seen, reference(folder, seen, policy_frozen=r"\.gate\."))
+    compare(seen, reference(folder, seen, policy_frozen=r"\.gate\.", replays=True))
 
 
 @pytest.mark.wide

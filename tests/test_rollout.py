@@ -42,24 +42,33 @@ def some_episodes() -> list[Episode]:
             logprobs = array("f", [-draw.random() for _ in ids[: len(ids) * (row % 2)]])
             sampled = draw.random() < 0.6
             turn = draw.choice([0.0, -0.5, 1.25])
-            segments.append(Segment(ids, logprobs if sampled else None, draw.randrange(9), turn))
+            told = Segment(ids, logprobs if sampled else None, draw.randrange(9), turn)
+            experts = bytes(8 * len(ids)) if sampled and row % 3 else b""
+            segments.append(told._replace(experts=experts))
         prompt = array("i", [draw.randrange(1000) for _ in range(draw.randint(1, 4))])
         found.append(Episode(2**33 + row, prompt, tuple(segments), ENDS[row % len(ENDS)]))
     return found
 
 
-def without_logprobs(row: Episode) -> Episode:
-    parts = (part._replace(logprobs=part.logprobs and array("f")) for part in row.segments)
-    return replace(row, segments=tuple(parts))
+def without(row: Episode, **parts: Any) -> Episode:
+    """A row whose sampled segments lack something."""
+    segments = [s if s.logprobs is None else s._replace(**parts) for s in row.segments]
+    return replace(row, segments=tuple(segments))
+
+
+NO_LOGPROBS: dict[str, Any] = {"logprobs": array("f")}
+NO_EXPERTS: dict[str, Any] = {"experts": b""}
 
 
 def test_rows_come_back_from_a_message():
-    """With observations, each segment's step and its turn's reward; log-probs if asked for."""
+    """With observations, each segment's step and its turn's reward; log-probs and experts if asked
+    for."""
     episodes = some_episodes()
-    message = pack_rows(episodes, logprobs=True)
+    message = pack_rows(episodes, logprobs=True, experts=True)
     assert message.dtype == torch.int32
     assert unpack_rows(message) == episodes
-    assert unpack_rows(pack_rows(episodes)) == [without_logprobs(row) for row in episodes]
+    bare = unpack_rows(pack_rows(episodes))
+    assert bare == [without(row, **NO_LOGPROBS, **NO_EXPERTS) for row in episodes]
     cut = [pack_rows(part) for part in (episodes[:7], episodes[7:])]
     assert torch.equal(torch.cat(cut), pack_rows(episodes)), "messages can follow one another"
     assert unpack_rows(pack_rows([])) == exchange_rows(ALONE, [[]]) == []
@@ -72,11 +81,12 @@ def exchanged(group: Group) -> list[list[Episode]]:
 
 
 def test_rows_change_ranks():
+    """With their experts: a group's ranks hold them all."""
     found = run_threads(3, exchanged)
     own = [some_episodes()[rank::3] for rank in range(3)]
     for rank, (whole, bare) in enumerate(found):
         assert whole == [row for part in own for row in part[: 3 * rank]]
-        assert bare == [without_logprobs(row) for row in whole]
+        assert bare == [without(row, **NO_LOGPROBS) for row in whole]
 
 
 def test_response_tokens_are_those_that_the_policy_sampled():
@@ -173,10 +183,45 @@ def test_rows_are_cut_over_a_set_and_joined_in_order():
         found = part.join(part.responses.float())
     assert found.tolist() == whole.responses.tolist()
     columns = torch.stack([whole.responses, -whole.responses], 1)
+    assert whole.experts.shape == (3 * ROUND, 0)
     for part in parts:
         assert part.cut(columns)[:, 0].tolist() == part.responses.tolist()
         pairs = part.join(part.cut(columns))
     assert pairs.tolist() == columns.tolist() == whole.cut(columns).tolist()
+
+
+def with_experts(row: Episode, first: int) -> Episode:
+    """Each sampled token's are four numbers that count up."""
+    numbers = iter(range(first, 255))
+    return replace(
+        row,
+        segments=tuple(
+            s._replace(experts=bytes(next(numbers) for _ in range(4 * len(s.ids))))
+            if s.logprobs is not None
+            else s
+            for s in row.segments
+        ),
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_are_where_their_tokens_were_chosen(packed: bool) -> None:
+    """Those of all other places are not known; nor those of a row that brings none."""
+    rows = [EDGES, with_experts(TURNS, 0), with_experts(PLAIN, 100)]
+    batch = micro_batch(rows, CPU, packed=packed)
+    unknown = [[255] * 4]
+    told = torch.tensor([*range(16), *range(100, 108)]).view(-1, 4).tolist()
+    assert batch.experts[batch.before].tolist() == unknown * EDGES.tokens + told
+    others = torch.ones(len(batch.experts), dtype=torch.bool).index_fill(0, batch.before, False)
+    assert (batch.experts[others] == 255).all()
+    if packed:
+        rows += [episode(7, [3] * 70, list(range(100, 180)), [-1.0] * 80)]
+        whole = micro_batch(rows, CPU, packed=True)
+        for rank in (0, 1):
+            part = micro_batch(rows, CPU, packed=True, sequence=cast(Any, Piece(rank)))
+            place = rank * 2 * ROUND
+            due = whole.experts[place : place + 2 * ROUND]
+            assert part.experts[: len(due)].tolist() == due.tolist()
 
 
 def test_a_forward_pass_without_rows_has_no_response_tokens():

@@ -62,17 +62,19 @@ def check(
     lengths: list[int],
     window: int,
     hyper: Any = None,
+    replays: bool = False,
     **changes: Any,
 ) -> dict:
     """Runs the program and the reference; returns what was recorded of the program. `hyper`:
-    changes of the loss."""
+    changes of the loss. `replays`: as the reference has it."""
     options = {"rollout__lengths": lengths_file(tmp_path, lengths), "rollout__max_new_tokens": 12}
     hyper = hyper or {"old_logprobs": "engine"}
     changes |= {f"ppo__{name}": value for name, value in hyper.items()}
     seen = run(inputs, tmp_path, world, odd="exact", rollout__window=window, **options, **changes)
     samples = changes.get("rollout__samples", 1)
     warmup = changes.get("policy__optim__warmup_steps", 0)
-    due = reference(inputs, seen, window=window, samples=samples, warmup_steps=warmup, **hyper)
+    like: Any = {"samples": samples, "warmup_steps": warmup, "replays": replays, **hyper}
+    due = reference(inputs, seen, window=window, **like)
     compare(seen, due)
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]

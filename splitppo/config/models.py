@@ -66,6 +66,10 @@ class PolicyConfig:
     """Weights that are not trained: `attention`, `router` (of a mixture of experts), `embeddings`
     (and a tied output layer), `body` (all but the output layer), or regular expressions searched in
     a weight's Hugging Face name."""
+    replay_routing: Literal["auto", "on", "off"] = "auto"
+    """The engine tells to which experts of a mixture it sent each response token, and the trainer's
+    forward passes send it there, too, with weights of their own router. `auto`: if the engine tells
+    it, and the model's routers can be driven."""
     router_aux_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture's pretraining: transformers' own for the
     model's type, over the response tokens of each micro-batch. 0.001 is common. 0: off."""

@@ -50,12 +50,13 @@ class Ask:
 @dataclass(frozen=True)
 class Piece:
     """The tokens sampled for an `Ask`, with their log-probs. `end`: `eos`, `stop`, or `limit` if
-    all requested tokens were sampled."""
+    all requested tokens were sampled. `experts`: as in `Segment`."""
 
     row: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     end: End
+    experts: bytes = b""
 
 
 @dataclass(eq=False)
@@ -67,6 +68,11 @@ class OpenPiece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rank: int = 0
+    experts: bytearray = field(default_factory=bytearray)
+
+    def piece(self, end: End) -> Piece:
+        """What was drawn for a row that has ended."""
+        return Piece(self.ask.row, self.tokens, self.logprobs, end, bytes(self.experts))
 
     @property
     def length(self) -> int:

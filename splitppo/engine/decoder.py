@@ -13,7 +13,7 @@ all, at each token.
 
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from splitppo.engine import TICK, Ask, OpenPiece, Piece, Stops
+from splitppo.models.experts import Load
 from splitppo.rollout import End
 
 # cuDNN is left out: it plans again for each length of the cache, so at each token (H200, torch
@@ -76,6 +77,7 @@ class Decoder:
         pad: an id to fill up with; it is masked.
         eos: the ids that end a row.
         max_rows: rows decoded at once. Others wait until one has ended.
+        load: of a mixture whose rows are told their tokens' experts.
 
     Attributes:
         movable: whether rows enter and leave alone: the cache is keys and values by column. If
@@ -83,8 +85,18 @@ class Decoder:
         busy: whether rows are open.
     """
 
-    def __init__(self, model: Any, *, device: torch.device, pad: int, eos: set[int], max_rows: int):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        pad: int,
+        eos: set[int],
+        max_rows: int,
+        load: Load | None = None,
+    ):
         self.model = model
+        self.load = load
         self.device = device
         self.pad = pad
         self.eos = eos
@@ -164,7 +176,7 @@ class Decoder:
             newest[place] = row.tokens[-1], row.length - 1
         ids, positions = torch.tensor(newest, device=self.device).T[:, :, None]
         logits = self._forward(ids, self._mask[:, 0, first : self._at, 0], positions, self._cache)
-        return self._take(logits[list(self._rows)], dict(self._rows))
+        return self._take(logits, dict(self._rows), [*self._rows])
 
     def _enter(self, rows: list[OpenPiece]) -> list[Piece]:
         """Rows get places and their first token. Without any, the places are as many as the open
@@ -214,7 +226,7 @@ class Decoder:
                 layer.keys[places, :, columns] = alone.keys
                 layer.values[places, :, columns] = alone.values
         self._rows |= rows
-        return self._take(logits, rows)
+        return self._take(logits, rows, range(len(rows)))
 
     def _arrange(self, entering: list[OpenPiece]) -> None:
         """Makes the batch anew: places for open rows, the first ones, and for those that enter;
@@ -253,10 +265,13 @@ class Decoder:
         )
         return self.model(**inputs).logits[:, -1]
 
-    def _take(self, logits: Tensor, rows: dict[int, OpenPiece]) -> list[Piece]:
-        """Draws a token for each row, by place, from logits `[R, V]`. Rows that end leave."""
+    def _take(
+        self, logits: Tensor, rows: dict[int, OpenPiece], lines: Sequence[int]
+    ) -> list[Piece]:
+        """Draws a token for each row, by place, from its line of the last forward pass's logits,
+        `[R, V]`. Rows that end leave."""
         drawn = self._draw(
-            logits.float(),
+            logits[[*lines]].float(),
             np.asarray([row.ask.row for row in rows.values()]),
             np.asarray([row.ask.begun + len(row.tokens) for row in rows.values()]),
         )
@@ -265,6 +280,10 @@ class Decoder:
         for row, token, logprob in zip(rows.values(), tokens, logprobs, strict=True):
             row.tokens.append(int(token))
             row.logprobs.append(logprob)
+        if self.load:
+            experts = self.load.last(len(logits))[[*lines]].cpu().numpy()
+            for row, packed in zip(rows.values(), experts, strict=True):
+                row.experts += packed.tobytes()
         ended = []
         for (place, row), stopped in zip(
             rows.items(), self._stops(list(rows.values())), strict=True
@@ -273,7 +292,7 @@ class Decoder:
             end = (row.ask.may_stop and stop) or (None if row.left else "limit")
             if end:
                 del self._rows[place]
-                ended.append(Piece(row.ask.row, row.tokens, row.logprobs, end))
+                ended.append(row.piece(end))
         return ended
 
 

@@ -22,6 +22,7 @@ from splitppo.config import RolloutConfig
 from splitppo.engine import Ask, Piece, RolloutEngine, check_weights, find_stops, weight_names
 from splitppo.engine.decoder import Decoder
 from splitppo.models.build import code_of
+from splitppo.models.experts import Load
 from splitppo.models.tokenizer import eos_ids, vocabulary_size
 
 # rows drawn at once: limits the float64 tensors to 128 V numbers (156 MB at V = 152k)
@@ -78,6 +79,7 @@ class HFEngine(RolloutEngine):
         max_rows: rows decoded at once. Others wait until one has ended.
         folder: the model's, for the end ids in generation_config.json. Its other settings are
             ignored.
+        routes: whether it tells each token's experts.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class HFEngine(RolloutEngine):
         dtype: torch.dtype,
         max_rows: int,
         folder: Path | None = None,
+        routes: bool = False,
     ):
         config = copy.deepcopy(config)  # the library writes into it
         with no_init_weights(), device:
@@ -101,7 +104,14 @@ class HFEngine(RolloutEngine):
         self.model.tie_weights()  # no_init_weights leaves this out, too
         eos = set(eos_ids(config, tokenizer, folder))
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
-        self.decoder = Decoder(self.model, device=device, pad=pad, eos=eos, max_rows=max_rows)
+        self.decoder = Decoder(
+            self.model,
+            device=device,
+            pad=pad,
+            eos=eos,
+            max_rows=max_rows,
+            load=Load(self.model) if routes else None,
+        )
         self.device = device
         self.vocabulary = vocabulary_size(tokenizer)
         self._find_stops = functools.cache(functools.partial(find_stops, tokenizer))

@@ -155,7 +155,7 @@ class Sampler:
         return [
             [
                 row.row,
-                b64encode(pack_rows([row], logprobs=True).numpy().data).decode(),
+                b64encode(pack_rows([row], logprobs=True, experts=True).numpy().data).decode(),
                 self._made_by(row.row),
             ]
             for _, row in sorted(rows.items())
@@ -312,7 +312,9 @@ class _Decoding:
         """Appends what was sampled. Yields the row if it stops."""
         row = self.drawing.pop(piece.row)
         self.budgets[self.sampler.streams.slot(row.row)] -= len(piece.tokens)
-        sampled = Segment(array(IDS, piece.tokens), array(LOGPROBS, piece.logprobs), self.step)
+        ids = array(IDS, piece.tokens)
+        logprobs = array(LOGPROBS, piece.logprobs)
+        sampled = Segment(ids, logprobs, self.step, experts=piece.experts)
         row = replace(row, segments=(*row.segments, sampled))
         # `limit`: the ask is used up. If the turn may get more tokens, only its window has ended.
         cut = piece.end == "limit"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitppo.models.sequence import SequenceSet
-from splitppo.rollout import IDS, LOGPROBS, Episode, Rollout, Segment
+from splitppo.rollout import IDS, LOGPROBS, Episode, Rollout, Segment, tensor_of
 
 Fields = dict[str, Tensor]  # packed per-token tensors `[N, ...]` by name
 MiniBatches = Sequence[Sequence[int]]  # of each mini-batch, its episodes' places in a rollout
@@ -34,6 +34,9 @@ class MicroBatch:
     responses: Tensor  # `[N]` int64, the response tokens
     lengths: Tensor  # `[B]` int64, the response tokens of each row
     chosen: Tensor  # `[N]` int64, as `before`, in the ids of all ranks of the set
+    # `[L, bytes]` uint8, the experts of the ids, packed as `Segment` has them; where no token was
+    # chosen, or they are not known, all ones
+    experts: Tensor
     sequence: SequenceSet | None = None
     here: Tensor | None = None  # which of `chosen` are in this rank's piece, if there are pieces
 
@@ -80,6 +83,7 @@ def micro_batch(
     chosen = torch.cat([places + start - 1 for places, start in zip(sampled, starts, strict=True)])
     responses = torch.cat([row[places] for row, places in zip(rows, sampled, strict=True)])
     lengths = torch.tensor([len(places) for places in sampled])
+    experts = _experts(episodes, chosen, inputs["input_ids"].numel())
     before = chosen
     here = None
     if sequence:
@@ -92,6 +96,7 @@ def micro_batch(
         here = (among[chosen] >= 0).nonzero().flatten()
         before = among[chosen[here]]
         responses = responses[here]
+        experts = experts[places]
         inputs["sequence"] = sequence
     return MicroBatch(
         {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()},
@@ -101,7 +106,18 @@ def micro_batch(
         chosen=to_device(chosen, device),
         sequence=sequence,
         here=None if here is None else to_device(here, device),
+        experts=to_device(experts, device),
     )
+
+
+def _experts(episodes: Sequence[Episode], chosen: Tensor, length: int) -> Tensor:
+    """`MicroBatch.experts` of `length` ids."""
+    sampled = [s for episode in episodes for s in episode.segments if s.logprobs is not None]
+    width = max((len(s.experts) // len(s.ids) for s in sampled if s.ids), default=0)
+    unknown = b"\xff" * width
+    packed = tensor_of((s.experts or unknown * len(s.ids) for s in sampled), torch.uint8)
+    experts = torch.full((length, width), 255, dtype=torch.uint8)
+    return experts.index_copy(0, chosen, packed.view(len(chosen), width))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

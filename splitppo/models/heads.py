@@ -43,13 +43,22 @@ class PolicyModel(nn.Module):
         self.after_body = rest.forward
         self.load = Load(self)
 
-    def forward(self, at: Tensor, tokens: Tensor, measure: Measure, **inputs: Any) -> list[Tensor]:
+    def forward(
+        self,
+        at: Tensor,
+        tokens: Tensor,
+        measure: Measure,
+        experts: Tensor | None = None,
+        **inputs: Any,
+    ) -> list[Tensor]:
         """What `measure` finds, `[N, ...]` each.
 
         Args:
             at: `[N]`, where in the flattened ids each token was chosen.
             tokens: `[N, m]`, the token that was chosen there, perhaps others behind it.
+            experts: `MicroBatch.experts`, if they are replayed.
         """
+        self.load.replay(experts)
         body = getattr(self, self.base_model_prefix)(**inputs, use_cache=False)
         self.load.add(at)
         kind = type(body)
@@ -107,6 +116,7 @@ class SharedModel(PolicyModel):
             layer._active_adapter = ["policy" if measured else "value"]
         if measured:
             return super().forward(at, *measured, **inputs)
+        self.load.replay(None)
         return ValueModel.forward(cast(Any, self), at, **inputs)
 
 
@@ -151,6 +161,7 @@ class PolicyOutputs:
     temperature: float
     vocabulary: int  # ids that may be sampled; the model may have more
     compiled: bool = False  # fuses the computation on the logits
+    replays: bool = False  # whether tokens go to the experts to which the engine sent them
 
     def __call__(
         self, model: nn.Module, batch: MicroBatch, *, entropy: bool = False
@@ -202,7 +213,8 @@ class PolicyOutputs:
                 maybe_mark_dynamic(tensor, 1)
             return _compiled()(logits, targets, **options)
 
-        return [*map(batch.join, model(batch.before, targets, measure, **batch.inputs))]
+        experts = batch.experts if self.replays else None
+        return [*map(batch.join, model(batch.before, targets, measure, experts, **batch.inputs))]
 
 
 def value_outputs(

@@ -4,6 +4,7 @@ knows."""
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +16,7 @@ from splitppo.errors import one_line
 from splitppo.models.attention import WIDEST_HEAD
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import Kind, build, make
+from splitppo.models.experts import Load
 from splitppo.models.heads import PolicyOutputs, last_scores, read_scores, value_outputs
 from splitppo.rollout import Episode, episode_of
 
@@ -55,6 +57,30 @@ def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool, cut: bo
             return _mismatch(config, kind, packed, cut)
         except Exception as error:  # of transformers, for rows or models that it can't take
             return one_line(f"{type(error).__name__}: {error}")[:200]
+
+
+def find_undriven(config: PretrainedConfig) -> str:
+    """Why nobody can say to which experts a policy's routers send tokens (`Load.replay`); "" if it
+    can be said."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for small in _small_copies(config):
+            with suppress(Exception):  # this copy is too small for its type; the next one may do
+                if _drives(_random_model(small, "policy")):
+                    return ""
+    return f"the routers of type {config.model_type!r} choose in a way of their own"
+
+
+def _drives(model: Any) -> bool:
+    """Whether each layer's experts are those that are given, and not the router's own."""
+    ids = torch.randint(1, VOCABULARY, (1, 8))
+    load = Load(model)
+    load.drive()
+    model(input_ids=ids, use_cache=False)
+    others = [(module.chosen + 1) % module.num_experts for module in load.experts]
+    load.replay(load.packing.pack(torch.stack(others, 1)))
+    model(input_ids=ids, use_cache=False)
+    given = zip(load.experts, others, strict=True)
+    return all(torch.equal(module.chosen, other) for module, other in given)
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool, cut: bool) -> str:

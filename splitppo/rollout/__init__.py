@@ -73,6 +73,10 @@ class Segment(NamedTuple):
         version: the step in which the ids were sampled, or observed.
         reward: of the turn that the segment ends.
         spans: the messages of observed ids.
+        experts: of a mixture's tokens that were sampled, the experts at the place where each was
+            chosen, by layer: uint8, from 256 experts on uint16, for each token as many bytes, a
+            multiple of 4. All bits are ones where they are not known. Empty: none are known.
+            Only ranks of the actor group have them.
     """
 
     ids: array
@@ -80,6 +84,7 @@ class Segment(NamedTuple):
     version: int = 0
     reward: float = 0.0
     spans: tuple[Span, ...] = ()
+    experts: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,18 @@ from torch import Tensor
 from splitppo.rollout import ENDS, IDS, LOGPROBS, Episode, Rollout, Segment, Span, tensor_of
 
 # a message has before each row: its number, its end, tokens of the prompt, segments, spans of the
-# prompt; before each segment: ids, log-probs (-1: observed), version, reward, spans
+# prompt; before each segment: ids, log-probs (-1: observed), version, reward, spans, bytes of
+# experts
 ROW = struct.Struct("=qiiii")
-SEGMENT = struct.Struct("=iiifi")
+SEGMENT = struct.Struct("=iiifii")
 SPAN = struct.Struct("=12sii")  # role, begin, end
 
 
-def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
+def pack_rows(
+    episodes: Iterable[Episode], *, logprobs: bool = False, experts: bool = False
+) -> Tensor:
     """Rows as a message, `[n]` int32: of each row ROW, the prompt and its spans; of each segment
-    SEGMENT, the ids, the bits of the log-probs if asked for, and the spans."""
+    SEGMENT, the ids, the bits of the log-probs if asked for, the spans, experts if asked for."""
     parts: list[Any] = []
     for episode in episodes:
         parts += [
@@ -35,11 +38,12 @@ def pack_rows(episodes: Iterable[Episode], *, logprobs: bool = False) -> Tensor:
             episode.prompt,
             *_pack_spans(episode.spans),
         ]
-        for ids, sampled, version, reward, spans in episode.segments:
+        for ids, sampled, version, reward, spans, routes in episode.segments:
             sent = sampled if sampled and logprobs else b""
             count = -1 if sampled is None else len(sent)
-            head = SEGMENT.pack(len(ids), count, version, reward, len(spans))
-            parts += [head, ids, sent, *_pack_spans(spans)]
+            routes_sent = routes if experts else b""
+            head = SEGMENT.pack(len(ids), count, version, reward, len(spans), len(routes_sent))
+            parts += [head, ids, sent, *_pack_spans(spans), routes_sent]
     return tensor_of(parts, torch.int32)
 
 
@@ -57,11 +61,13 @@ def unpack_rows(message: Tensor) -> list[Episode]:
         of_prompt = _read_spans(stream, spans)
         segments = []
         for _ in range(count):
-            head = stream.read(SEGMENT.size)
-            tokens, sampled, version, reward, spans = SEGMENT.unpack(head)
+            head = SEGMENT.unpack(stream.read(SEGMENT.size))
+            tokens, sampled, version, reward, spans, size = head
             ids = array(IDS, stream.read(4 * tokens))
             logprobs = None if sampled < 0 else array(LOGPROBS, stream.read(4 * sampled))
-            segments.append(Segment(ids, logprobs, version, reward, _read_spans(stream, spans)))
+            of_segment = _read_spans(stream, spans)
+            experts = stream.read(size)
+            segments.append(Segment(ids, logprobs, version, reward, of_segment, experts))
         episodes.append(Episode(row, prompt, tuple(segments), ENDS[end], of_prompt))
     return episodes
 
@@ -76,7 +82,9 @@ def exchange_rows(
 ) -> list[Episode]:
     """Sends each rank of a `Group`, in their order, its part; returns what all have sent here, with
     log-probs if asked for."""
-    messages = group.all_to_all([pack_rows(part, logprobs=logprobs) for part in parts])
+    messages = group.all_to_all(
+        [pack_rows(part, logprobs=logprobs, experts=True) for part in parts]
+    )
     return [episode for message in messages for episode in unpack_rows(message)]
 
 

@@ -115,7 +115,11 @@ class Builder:
             learner = self._learner("policy", runner)
             reference = self._reference("actor", runner, learner)
             policy = Policy(
-                self.context, learner, self.outputs, reference, dtype=self.resolved.dtype
+                self.context,
+                learner,
+                replace(self.outputs, replays=not self.resolved.unreplayed),
+                reference,
+                dtype=self.resolved.dtype,
             )
             self._warm_up(policy)
             if users_loss := self.parts.get("loss"):  # the rows of a warm-up are none for it
@@ -140,6 +144,7 @@ class Builder:
                 dtype=resolved.dtype,
                 max_rows=config.engine.max_rows,
                 folder=policy.folder(self.folder),
+                routes=not resolved.unreplayed,
             )
         ranks = runtime.placement.groups["actor"]
         number, index = divmod(ranks.index(runtime.launch.rank), config.engine.tensor_parallel)
@@ -192,6 +197,7 @@ class Builder:
             ),
             eos=tuple(sorted(resolved.eos)),
             vocabulary=resolved.vocabulary_size,
+            routes=not resolved.unreplayed,
             device=self.runtime.device.type,
             threads=max(1, (os.cpu_count() or 1) // launch.local_world),
         )

@@ -56,6 +56,8 @@ def preflight(resolved: Resolved) -> None:
     for name, model in resolved.models.items():
         if (size := config.set_shape(name).tensor) > 1:
             check_plan(model.config, model.kind, size, f"{setting_of(name)}={model.name}")
+    if config.policy.replay_routing == "on" and (why := resolved.unreplayed):
+        raise UserError(f"policy.replay_routing=on: {why}; use auto")
     if coef := config.policy.router_aux_coef:
         policy = build_model(resolved.models["policy"].config, "policy")
         setting = f"policy.router_aux_coef={coef:g}: policy.path={config.policy.path}"
@@ -103,6 +105,7 @@ def warnings(resolved: Resolved) -> list[str]:
     rows = config.rollout.batch_size
     cuts = {"actor": ppo.mini_batches, "critic": ppo.value_mini_batches or ppo.mini_batches}
     unused = "reference" not in resolved.models
+    counts = resolved.models["policy"].counts
     return [
         *build.warnings(config, resolved.device.type),
         *[
@@ -123,6 +126,12 @@ def warnings(resolved: Resolved) -> list[str]:
             "the mask drops stale tokens, most of a long row; ppo.clip_mode=clip is safer"
         ]
         * (config.rollout.window > 0 and ppo.clip_mode == "mask"),
+        *[f"policy.replay_routing=auto is off: {resolved.unreplayed}"]
+        * (
+            config.policy.replay_routing == "auto"
+            and counts.active < counts.parameters
+            and bool(resolved.unreplayed)
+        ),
         *(
             f"policy.path={config.policy.path}: the chat template's end-of-turn token "
             f"{resolved.tokenizer.convert_ids_to_tokens(token)} (id {token}) is not an "

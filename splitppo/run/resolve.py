@@ -19,10 +19,12 @@ from splitppo.config import Config, DataConfig, Offload
 from splitppo.config.cli import map_paths
 from splitppo.data import PromptSet
 from splitppo.engine.build import engine_kind
+from splitppo.engine.vllm import TESTED, vllm_version
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.models import build, hub, tiny
 from splitppo.models.cost import Cost
+from splitppo.models.probe import find_undriven
 from splitppo.models.sequence import check_heads
 from splitppo.models.tokenizer import eos_ids, read_tokenizer, vocabulary_size
 from splitppo.models.trainable import cost_of
@@ -93,6 +95,11 @@ class Resolved:
         """What a model takes in this run."""
         guest = self.base_of(name) != name
         return _cost(self.models[name], self.dtype, self.compiled and name != "reward", guest)
+
+    @property
+    def unreplayed(self) -> str:
+        """Why the engine's choice of experts is not replayed; "" if it is."""
+        return _unreplayed(self.config.policy.replay_routing, self.models["policy"], self.engine)
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
@@ -183,6 +190,17 @@ def check_groups(resolved: Resolved) -> None:
         shape = resolved.config.set_shape(name)
         if shape.sequence > 1:
             check_heads(model.config, *shape, f"{setting_of(name)}={model.name}")
+
+
+@cache
+def _unreplayed(setting: str, policy: Model, engine: str) -> str:
+    if setting == "off":
+        return "it is off"
+    if policy.counts.active == policy.counts.parameters:
+        return f"type {policy.config.model_type!r} has no experts to choose from"
+    if engine == "vllm" and not (vllm_version() or "").startswith(TESTED):
+        return f"vLLM {vllm_version()} was not tried; {' and '.join(TESTED)}x tell experts"
+    return find_undriven(policy.config)
 
 
 @cache

@@ -177,6 +177,7 @@ def start_vllm(
     max_rows: int,
     *,
     keep_cache: bool = False,
+    routes: bool = False,
     **changes: Any,
 ) -> Any:
     """An engine on the CPU, or on the GPUs."""
@@ -201,6 +202,7 @@ def start_vllm(
         kv_bytes=2**27,
         eos=tuple(eos_ids(config, tokenizer, folder)),
         vocabulary=len(tokenizer),
+        routes=routes,
         device="cuda" if GPUS else "cpu",
         threads=1,
     )

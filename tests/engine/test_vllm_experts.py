@@ -13,6 +13,7 @@ from test_engine import (
     OTHER_EOS,
     PADDED,
     VOCAB,
+    Request,
     make_tokenizer,
     run,
     some_requests,
@@ -23,6 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from splitppo.engine.vllm.client import VLLMEngine
+from splitppo.models.experts import Load
 
 SIZE: dict[str, Any] = {
     "vocab_size": PADDED,
@@ -98,17 +100,34 @@ def test_log_probs_are_the_librarys_after_the_second_sync(kind: str, tmp_path: P
     model: Any = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, experts_implementation="eager"
     ).eval()
-    engine = start_vllm(tmp_path, cast(Any, config), make_tokenizer(), 2)
+    engine = start_vllm(tmp_path, cast(Any, config), make_tokenizer(), 2, routes=True)
+    pieces: dict[int, Any] = {}
+    poll = engine.poll
+
+    def noted() -> Any:
+        drawn = poll()
+        pieces.update({piece.row: piece for piece in drawn})
+        return drawn
+
+    engine.poll = noted
+    long = [EOS + 2] * 300  # longer than a block of the prefix cache
+    requests = [*some_requests(12), *(Request(row, [*long, row], 40) for row in (50, 51, 52))]
     try:
         for seed in (0, 1):
             randomize(model, seed)
             engine.load_weights(model.state_dict().items())
-        rows = run(engine, some_requests(12))
+        rows = run(engine, requests, max_new_tokens=40)
     finally:
         engine.close()
+    load = Load(model)
     for row in rows.values():
         tokens = torch.tensor([row.prompt + row.response])
+        at = slice(len(row.prompt) - 1, -1)
         with torch.no_grad():
-            logits = model(tokens, use_cache=False).logits[0, len(row.prompt) - 1 : -1, :VOCAB]
+            logits = model(tokens, use_cache=False).logits[0, at, :VOCAB]
+        chosen = torch.stack([module.chosen[at] for module in load.experts])
+        packed = torch.frombuffer(bytearray(pieces[row.row].experts), dtype=torch.uint8)
+        told = load.packing.unpack(packed.view(len(row.response), -1))
+        assert torch.equal(told.sort().values, chosen.sort().values)
         due = logits.log_softmax(-1).gather(-1, torch.tensor(row.response)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row.logprobs), due, rtol=0, atol=CLOSE)

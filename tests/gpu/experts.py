@@ -6,7 +6,8 @@ them.
 Weights are drawn at random by shape: OLMoE's (6.9B, of which a token meets 1.3B) on two GPUs of
 80 GB with a dense critic, Qwen3-30B-A3B's with LoRA on four. `tokens/s` are of the updates; their
 `perf/update_tflop` counts the parameters that a token meets. The mismatch of a `vllm` job shows
-whether the engine has the weights after each sync.
+whether the engine has the weights after each sync; the `replay` job's is of tokens that meet the
+same experts in engine and trainer, and its `actor/routes_differ` says how many would not.
 """
 
 from pathlib import Path
@@ -31,12 +32,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CRITIC = [f"--value.path={DENSE}", "--compute.activation-checkpointing"]
 WHOLE = [*CRITIC, "--policy.offload=optimizer"]
+VLLM = ["--engine.kind=vllm"]
 LORA = [*CRITIC, "--policy.lora.rank=32"]
 JOBS = {
     "olmoe": ("OLMoE", 2, WHOLE),
-    "olmoe-vllm": ("OLMoE", 2, [*WHOLE, "--engine.kind=vllm"]),
+    "olmoe-vllm": ("OLMoE", 2, [*WHOLE, *VLLM, "--policy.replay-routing=off"]),
+    "olmoe-vllm-replay": ("OLMoE", 2, [*WHOLE, *VLLM, "--policy.replay-routing=on"]),
     "30B-lora": ("30B", 4, LORA),
-    "30B-lora-vllm": ("30B", 4, [*LORA, "--engine.kind=vllm", "--engine.tensor-parallel=4"]),
+    "30B-lora-vllm": ("30B", 4, [*LORA, *VLLM, "--engine.tensor-parallel=4"]),
 }
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def start(options: argparse.Namespace, longest: int) -> tuple[Any, Plan]:
         kv_bytes=(rows + 1) * (tokens + 256) * per_token,
         eos=(0,),
         vocabulary=options.vocabulary or config.vocab_size,
+        routes=False,
         device=device,
         threads=torch.get_num_threads(),
     )

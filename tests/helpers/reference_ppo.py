@@ -12,6 +12,7 @@ of critics: VC-PPO (2503.01491), VAPO (2504.05118), SAO (2607.07508); Hu et al.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Row:
     answered: bool = False
     paid: list[float] = field(default_factory=list)  # of the score, by action, on the way
     hint: list[int] | None = None  # the prompt that a teacher reads, if it is another
+    # of a mixture, by action and layer: the experts that sampled it, `[actions, layers, k]`
+    experts: Tensor | None = None
 
     @property
     def actions(self) -> list[int]:
@@ -95,6 +98,7 @@ class Hyper:
     coef: float = 0.0  # of what a teacher says
     top_k: int = 0
     divergence: str = "forward"
+    replays: bool = False  # whether a mixture's experts are those that sampled
     balance: float = 0.0  # weight of the routers' load-balancing loss over a mini-batch
     loss: Any = None  # a user's, of a row: log-probs, new and old, advantages, the reference's
     estimate: Any = None  # a user's advantages of all rows: rewards, values
@@ -118,16 +122,45 @@ class StepResult:
         return float(means.mean() ** 2 / squares.mean())
 
 
-def run(model: Any, row: Row) -> Tensor:
-    """The model's outputs at the position before each action: the state that it was chosen in."""
+def run(model: Any, row: Row, experts: Tensor | None = None) -> Tensor:
+    """The model's outputs at the position before each action: the state that it was chosen in.
+    `experts`: those that a mixture uses in these states, in place of its own choice."""
     tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
-    first = len(row.prompt) - 1
-    return model(input_ids=tokens[None]).logits[0, [first + i for i in row.actions]]
+    at = [len(row.prompt) - 1 + i for i in row.actions]
+
+    def force(router: Any, _: Any, out: Any, layer: int) -> Any:
+        logits, _, ids = out
+        ids[at] = experts[:, layer]  # type: ignore[index]
+        weights = torch.softmax(logits, dim=-1).gather(-1, ids)
+        if router.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, ids
+
+    routers = [m for m in model.modules() if hasattr(m, "norm_topk_prob") and hasattr(m, "weight")]
+    hooks = [
+        router.register_forward_hook(partial(force, layer=layer))
+        for layer, router in enumerate(routers if experts is not None else [])
+    ]
+    outputs = model(input_ids=tokens[None]).logits[0, at]
+    for hook in hooks:
+        hook.remove()
+    return outputs
 
 
-def act(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+def choose(model: Any, row: Row) -> Tensor:
+    """The experts of each action that a mixture chooses by itself, as `Row.experts`."""
+    tokens = torch.tensor(row.prompt + row.response)
+    routed = model(input_ids=tokens[None], output_router_logits=True).router_logits
+    at = [len(row.prompt) - 1 + i for i in row.actions]
+    k = model.config.num_experts_per_tok
+    return torch.stack([logits[at].topk(k, dim=-1).indices for logits in routed], dim=1)
+
+
+def act(
+    model: Any, row: Row, temperature: float, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each action, and entropy of the distribution it was drawn from."""
-    log_p = torch.log_softmax(run(model, row) / temperature, dim=-1)
+    log_p = torch.log_softmax(run(model, row, experts) / temperature, dim=-1)
     chosen = torch.stack([log_p[i, row.response[at]] for i, at in enumerate(row.actions)])
     return chosen, -(log_p.exp() * log_p).sum(dim=-1)
 
@@ -390,7 +423,14 @@ def ppo_step(
     teacher: Any = None,
 ) -> StepResult:
     with torch.no_grad():
-        old = [act(policy, row, h.temperature)[0] for row in step.rows]
+        # which experts a token meets is that of the policy that sampled it, also in later updates
+        routes: list[Tensor | None] = [row.experts for row in step.rows]
+        if h.replays and not any(experts is not None for experts in routes):
+            routes = [choose(policy, row) for row in step.rows]
+        old = [
+            act(policy, row, h.temperature, experts)[0]
+            for row, experts in zip(step.rows, routes, strict=True)
+        ]
         if h.old_logprobs == "engine":
             old = [torch.tensor(row.engine) for row in step.rows]
         ref = [act(reference, row, h.temperature)[0] for row in step.rows]
@@ -450,7 +490,7 @@ def ppo_step(
         if not kept(rows, step, h):
             continue
         for i in kept(rows, step, h):
-            logp, entropy = act(policy, step.rows[i], h.temperature)
+            logp, entropy = act(policy, step.rows[i], h.temperature, routes[i])
             bonus = h.kl_loss_coef * kl(logp, ref[i], h.kl_loss_kind) - h.entropy_coef * entropy
             if h.top_k:
                 every = torch.log_softmax(run(policy, step.rows[i]) / h.temperature, dim=-1)
@@ -502,6 +542,7 @@ def windows(
     place = [(0, 0) for _ in streams]
     # log-probs of the open rows, by the policies that sampled them
     sampled: list[list[float]] = [[] for _ in streams]
+    chosen: list[list[Tensor]] = [[] for _ in streams]  # their experts
     for cut, value_cut in cuts:
         ended: list[tuple[int, Row]] = []
         for slot, stream in enumerate(streams):
@@ -511,11 +552,14 @@ def windows(
                 now = min(left, len(row.actions) - have)
                 with torch.no_grad():
                     sampled[slot] += act(policy, row, h.temperature)[0][have : have + now].tolist()
+                    if h.replays:
+                        chosen[slot].append(choose(policy, row)[have : have + now])
                 left, have = left - now, have + now
                 # an answer to a slot's last token of a step is heard in the next one
                 if have == len(row.actions) and (left or not row.answered):
-                    ended.append((slot, replace(row, engine=sampled[slot])))
-                    number, have, sampled[slot] = number + 1, 0, []
+                    experts = torch.cat(chosen[slot]) if h.replays else None
+                    ended.append((slot, replace(row, engine=sampled[slot], experts=experts)))
+                    number, have, sampled[slot], chosen[slot] = number + 1, 0, [], []
             place[slot] = (number, have)
         minis = [
             [

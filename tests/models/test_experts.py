@@ -1,6 +1,8 @@
 """Mixtures of experts on ranks are the library's loop over experts; what is said of their load and
 size, what stays float32, what is refused."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
 from splitppo.models.build import build, freeze, read_config
+from splitppo.models.experts import Packing, experts_of, routers_of, top_k
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.learner import Learner
 from splitppo.models.lora import Adapter
@@ -29,7 +32,7 @@ from splitppo.models.tensor import check_plan
 from splitppo.models.trainable import Trainable, count
 from splitppo.models.weights import fill, save, to_precision
 from splitppo.placement import place
-from splitppo.rollout import Rollout
+from splitppo.rollout import Episode, Rollout
 
 FAMILIES = [name for name, (kind, _, _) in PLAIN.items() if "moe" in kind] + [
     *("mixtral", "gpt-oss", "qwen3-next", "deepseek-v3")
@@ -47,8 +50,8 @@ def many(name: str) -> Any:
     return configured(kind, settings | {n: m for n, m in MANY.items() if n in settings})
 
 
-def objective(model: Any, batch: Any, fields: Any) -> Any:
-    logprobs, _ = OUTPUTS(model, batch)
+def objective(model: Any, batch: Any, fields: Any, outputs: PolicyOutputs = OUTPUTS) -> Any:
+    logprobs, _ = outputs(model, batch)
     return algo.aggregate_loss(-fields["a"] * logprobs, batch.lengths, "token_mean"), {}
 
 
@@ -56,13 +59,59 @@ def advantages(rollout: Rollout) -> torch.Tensor:
     return torch.linspace(-1, 2, rollout.tokens)
 
 
-def on_ranks(rank: int, folders: dict[str, Path], modes: dict[str, tuple[bool, bool, bool]]) -> Any:
+def told(config: Any) -> list[Episode]:
+    """Rows with experts that no router would choose; of some tokens they are not known."""
+    k = config.num_experts_per_tok
+    packing = Packing(layers_of(config), k, experts_number(config))
+    draw = torch.Generator().manual_seed(5)
+    episodes = []
+    for row in rows():
+        shape = len(row.response), packing.layers, packing.experts
+        packed = packing.pack(torch.rand(shape, generator=draw).argsort(-1)[..., :k])
+        packed[4:6] = 255
+        (segment,) = row.segments
+        experts = packed.numpy().tobytes()
+        episodes.append(replace(row, segments=(segment._replace(experts=experts),)))
+    return episodes
+
+
+def layers_of(config: Any) -> int:
+    """Layers with experts."""
+    dense = getattr(config, "first_k_dense_replace", 0) or getattr(config, "num_dense_layers", 0)
+    return config.num_hidden_layers - dense
+
+
+def experts_number(config: Any) -> int:
+    return getattr(config, "num_experts", None) or config.num_local_experts
+
+
+def weigh(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A router's weights of these experts, as each family's paper has them."""
+    if config.model_type in ("deepseek_v3", "glm4_moe", "lfm2_moe"):
+        scores = logits.sigmoid()
+    else:
+        scores = logits.softmax(-1)
+    weights = scores.gather(-1, ids)
+    if config.model_type in ("mixtral", "gpt_oss", "granitemoe", "qwen3_5_moe_text") or getattr(
+        config, "norm_topk_prob", False
+    ):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(config, "routed_scaling_factor", 1.0)
+
+
+def on_ranks(
+    rank: int,
+    folders: dict[str, Path],
+    modes: dict[str, tuple[bool, bool, bool]],
+    replays: bool = False,
+) -> Any:
     placement = place(PlacementConfig(mode="colocated"), world=2, local_world=2)
     runtime = Runtime(Launch(rank, 2, rank, 2), placement, CPU, 60.0)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
         packed, checkpointed, compiled = modes[name]
-        model: Any = build(read_config(str(folder)), "policy", packed=packed)
+        config = read_config(str(folder))
+        model: Any = build(config, "policy", packed=packed)
         parallelize(
             model,
             runtime.groups["actor"].mesh,
@@ -73,11 +122,15 @@ def on_ranks(rank: int, folders: dict[str, Path], modes: dict[str, tuple[bool, b
         fill(model, str(folder), device=CPU)
         runner = Runner(runtime.groups["actor"], CPU, 12)
         learner = Learner(model, runner, OPTIM, steps=9, aggregate="token_mean")
-        rollout = Rollout(rows() if rank == 0 else [])
+        if replays:
+            model.load.drive()
+        outputs = replace(OUTPUTS, replays=replays)
+        rollout = Rollout([] if rank else told(config) if replays else rows())
         steps = MINI_BATCHES if rank == 0 else [[]] * len(MINI_BATCHES)
         fields = {"a": advantages(Rollout(rows())) if rank == 0 else torch.zeros(0)}
-        before = learner.forward(rollout, lambda m, b: [OUTPUTS(m, b)[0]])[0]
-        figures = learner.update(rollout, steps, fields, objective, step=1, epochs=1)
+        before = learner.forward(rollout, outputs)[0]
+        loss = partial(objective, outputs=outputs)
+        figures = learner.update(rollout, steps, fields, loss, step=1, epochs=1)
         after = {n: w.clone() for n, w in learner.weights(torch.float32)}
         results[name] = before, figures, after
         broken = torch._dynamo.utils.counters.pop("graph_break", {})
@@ -85,16 +138,38 @@ def on_ranks(rank: int, folders: dict[str, Path], modes: dict[str, tuple[bool, b
     return results
 
 
-def in_a_loop(folder: Path) -> Any:
+def in_a_loop(folder: Path, replays: bool = False) -> Any:
     """The same by transformers, row by row and expert by expert."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
     ).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)
-    rollout = Rollout(rows())
+    rollout = Rollout(told(model.config) if replays else rows())
     parts = rollout.split(advantages(rollout))
+    experts = experts_of(model)
+    given: dict[int, torch.Tensor] = {}  # by layer
+
+    def keep(module: Any, _: Any, out: Any) -> None:
+        module.logits = out[0]
+
+    def force(module: Any, inputs: Any, layer: int) -> Any:
+        states, ids, _ = inputs
+        ids = torch.where(given[layer] < module.num_experts, given[layer], ids)
+        return states, ids, weigh(model.config, routers[layer].logits, ids)
+
+    routers = routers_of(model)
+    for layer, (router, module) in enumerate(zip(routers, experts, strict=True)):
+        if replays:
+            router.register_forward_hook(keep)
+            module.register_forward_pre_hook(partial(force, layer=layer))
 
     def logprobs(row: Any) -> torch.Tensor:
+        if replays:
+            packing = Packing(len(experts), top_k(model), experts[0].num_experts)
+            packed = torch.full((row.total, packing.width), 255, dtype=torch.uint8)
+            held = torch.frombuffer(bytearray(row.segments[0].experts), dtype=torch.uint8)
+            packed[len(row.prompt) - 1 : -1] = held.view(-1, packing.width)
+            given.update(enumerate(packing.unpack(packed)))
         n = len(row.response)
         logits = model(input_ids=row.ids[None].long(), use_cache=False).logits[0, -n - 1 : -1]
         return logits.log_softmax(-1).gather(-1, row.ids[-n:, None].long())[:, 0]
@@ -130,9 +205,37 @@ def test_experts_on_ranks_are_a_loop_over_experts(
         for packed in (False, True)[: 1 + PLAIN[name][2]]:
             folders[f"{name} {packed}"] = tmp_path / name
             modes[f"{name} {packed}"] = packed, checkpointed, compiled
-    first, _ = run_ranks(2, on_ranks, folders, modes)
+    check_ranks(folders, modes)
+
+
+@pytest.mark.parametrize(
+    ("names", "checkpointed", "compiled"),
+    [
+        (["qwen3-moe", "deepseek-v3"], True, False),
+        wide(FAMILIES, False, False),
+        wide(["olmoe", "granite-moe"], True, True),
+    ],
+    ids=["some", "all", "compiled"],
+)
+def test_replayed_experts_on_ranks_are_a_loop_over_them(
+    names: list[str], checkpointed: bool, compiled: bool, tmp_path: Path
+) -> None:
+    """With weights that the router makes of them. Where they are not known, it chooses."""
+    folders, modes = {}, {}
+    for name in names:
+        written(tmp_path / name, many(name))
+        for packed in (False, True)[: 1 + PLAIN[name][2]]:
+            folders[f"{name} {packed}"] = tmp_path / name
+            modes[f"{name} {packed}"] = packed, checkpointed, compiled
+    check_ranks(folders, modes, replays=True)
+
+
+def check_ranks(folders: Any, modes: Any, replays: bool = False) -> None:
+    first, _ = run_ranks(2, on_ranks, folders, modes, replays)
     for name, (before, figures, after) in first.items():
-        due, norms, weights = in_a_loop(folders[name])
+        due, norms, weights = in_a_loop(folders[name], replays)
+        assert ("routes_differ" in figures[0]) == replays
+        assert figures[0].get("routes_differ", 1) > 0.5
         torch.testing.assert_close(before, due, rtol=1e-5, atol=1e-5, msg=name)
         assert [step["grad_norm"] for step in figures] == pytest.approx(norms, rel=1e-5), name
         assert figures[0]["experts_idle_max"] >= 1, name

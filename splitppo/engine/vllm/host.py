@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from splitppo.engine.vllm import vllm_version
+from splitppo.engine.vllm import TESTED, vllm_version
 from splitppo.engine.vllm.messages import Entry
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.rows import Rows, params_of
@@ -29,7 +29,6 @@ from splitppo.engine.vllm.weight_check import Sums, compare
 from splitppo.job.child import end_with_parent
 from splitppo.models.tokenizer import read_tokenizer
 
-STEADY = ("0.26.", "0.32.")  # vLLM versions that scheduler.py was written and tested for
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine's own already
     "VLLM_NO_USAGE_STATS": "1",
@@ -78,6 +77,7 @@ def build_llm(plan: Plan) -> Any:
             "moe_backend": "triton",
             **({} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}),
         }
+    extension = "routes.RouteTeller" if plan.routes else "worker.WeightReceiver"
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
@@ -92,7 +92,7 @@ def build_llm(plan: Plan) -> Any:
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # ignore the folder's defaults
             enable_prefix_caching=True,
-            worker_extension_cls="splitppo.engine.vllm.worker.WeightReceiver",
+            worker_extension_cls=f"splitppo.engine.vllm.{extension}",
             disable_log_stats=True,
             **options,
         )
@@ -136,7 +136,7 @@ def start_llm(plan: Plan) -> tuple[Rows, str]:
     rows = Rows(llm, plan.eos, tokenizer, keep_cache=plan.config.engine.keep_cache)
     installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
-    if plan.config.engine.steady and installed.startswith(STEADY):
+    if plan.config.engine.steady and installed.startswith(TESTED):
         from splitppo.engine.vllm.scheduler import steady
 
         if steady(llm.engine_core.engine_core.scheduler, plan.eos, rows.open):

@@ -24,6 +24,7 @@ class Plan:
         max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
         kv_bytes: size of the KV cache on each GPU.
         eos: ids that end a response. vocabulary: size of the vocabulary to draw from.
+        routes: whether it tells each token's experts.
         device: `cuda` or `cpu`. threads: of an engine on the CPU.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     kv_bytes: int
     eos: tuple[int, ...]
     vocabulary: int
+    routes: bool
     device: str
     threads: int
 

@@ -80,6 +80,7 @@ class Rows:
                 row.tokens += output.new_token_ids
                 if output.new_logprobs is not None:
                     row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                    row.experts += output.new_logprobs.logprob_token_ids[:, 1:].tobytes()
                 if output.finish_reason is not None:
                     ended[output.request_id] = str(output.finish_reason)
         free = {
@@ -126,4 +127,4 @@ def piece_of(row: OpenPiece, reason: str) -> Piece:
             f"row {number} ended by {reason!r} with {len(row.tokens)} tokens and "
             f"{len(row.logprobs)} log-probs"
         )
-    return Piece(number, row.tokens, row.logprobs, ENDS_BY[reason])
+    return row.piece(ENDS_BY[reason])

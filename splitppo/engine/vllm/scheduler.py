@@ -36,6 +36,8 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
 
     def update_from_output(scheduled: Any, drawn: Any) -> Any:
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else []
+        # beside the token's id, its experts (routes.py)
+        experts = drawn.logprobs.logprob_token_ids[:, 1:] if drawn.logprobs else []
         counts = scheduled.num_scheduled_tokens
         others = {}
         for name, count in counts.items():
@@ -45,6 +47,7 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
             if request and name in rows and is_steady(request, sampled):
                 rows[name].tokens.append(sampled[0])
                 rows[name].logprobs.append(logprobs[place])
+                rows[name].experts += experts[place].tobytes()
                 request.append_output_token_ids(sampled[0])
                 request.num_in_flight_tokens -= 1
                 request.num_output_placeholders -= isinstance(scheduler, AsyncScheduler)
