@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from reference_ppo import Adapted
 from runs import SMALL, assert_same, figures, main_rank
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_families import PLAIN, SOME, configured
 from test_flagship import SEED, compare, inputs, parts, reference, run
 from tiers import wide
@@ -304,6 +304,15 @@ def test_what_eval_scores_of_an_adapter_is_its_base_with_it(inputs, trained_adap
     assert merged.keys() <= due.keys()
     for name, weight in merged.items():
         torch.testing.assert_close(weight.detach(), due[name], rtol=0, atol=1e-6)
+
+
+def test_eval_refuses_an_adapter_of_another_base(trained_adapter, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(trained_adapter, folder)
+    tensors = load_file(folder / lora.WEIGHTS)
+    save_file(tensors, folder / lora.WEIGHTS, {"format": "pt", "base": "another"})
+    with pytest.raises(UserError, match=r"an adapter of another base than policy\.path"):
+        _of_model(str(folder), [])[1]()
 
 
 @pytest.fixture(scope="module")
