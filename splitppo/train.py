@@ -80,9 +80,8 @@ def critic_loop(run: Run, critic: Critic, links: Links) -> None:
         for chunk in range(links.chunks):
             with log.span("wait_rollouts"):
                 rollout = Rollout(links.rollouts.recv(plan, chunk))
-            with log.span("score"):  # rewards begin while this rank waits for its group
+                # rewards begin while this rank waits for its group
                 pending = critic.submit(step, rollout)
-            with log.span("wait_rollouts"):
                 critic.group.barrier()
             with log.span("score"):
                 parts.append(critic.score(step, rollout, pending))
@@ -117,9 +116,7 @@ def colocated_loop(
             generator.release_engine(trained=policy.trained)
         with log.span("barrier_wait"):
             critic_rollout = exchange.rollouts(plan, rollout)
-        with critic_log.span("score"):
             pending = critic.submit(step, critic_rollout)
-        with log.span("barrier_wait"):
             critic.group.barrier()
         with critic_log.span("score"):
             scored = critic.score(step, critic_rollout, pending)

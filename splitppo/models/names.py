@@ -53,8 +53,8 @@ class FolderNames:
             if [(type(step), getattr(step, "dim", None)) for step in merge.operations] in STACKS
         ]
         self.others = [merge for merge in merges if merge not in self.stacks]
-        kept = {*EXACT, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
-        self._exact = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in kept)
+        exact = {*EXACT, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+        self._exact = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in exact)
         self._written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)[::-1]
 
     @cached_property
