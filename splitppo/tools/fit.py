@@ -2,7 +2,6 @@
 configuration alone."""
 
 import torch
-from transformers import PretrainedConfig
 
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
@@ -32,23 +31,17 @@ SHOWN = 5
 TRIED = ("--compute", "--reference", "--policy", "--value", "--engine", "--fsdp.sequence")
 
 
-def model_config(name: str) -> PretrainedConfig:
-    """Of a folder or a hub name, of which config.json alone is fetched. Raises UserError if there
-    is none, or of no model that can be trained."""
-    config = read_config(hub.find("MODEL", name, files=["config.json"])[1])
-    check_type(config, "policy", name)
-    return config
-
-
 def fit(name: str, gpus: int, length: int, memory: float) -> list[str]:
     """The placements that fit, the fastest first, each with as few as possible of the ways to need
-    less memory. Raises UserError if none does.
+    less memory. Raises UserError if none does, or the model can't be read or trained.
 
     Args:
         length: the longest row in tokens; a quarter of it is the prompt. memory: GB of a GPU, as
             its name has them.
     """
-    config = model_config(name)
+    # of a model on the hub this file alone is fetched
+    config = read_config(hub.find("MODEL", name, files=["config.json"])[1])
+    check_type(config, "policy", name)
     fitting = []
     least = []
     total = memory * GB
