@@ -1,7 +1,6 @@
 """TOML presets: saved flags. `[ppo] lam = 0.95` is `--ppo.lam 0.95`; the sections nest as the
 configuration's do."""
 
-import difflib
 import json
 import sys
 import tomllib
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitppo.config import Config
-from splitppo.errors import UserError
+from splitppo.errors import UserError, need_known
 
 PRESETS = Path(__file__).with_name("presets")  # in a clone, a link to configs/
 # the embedded model's settings: it needs larger learning rates
@@ -52,9 +51,7 @@ def read_preset(path: str, *, recorded: bool = False) -> dict[str, Any]:
         print(f"note: {path}: this version has no setting {name}; left out", file=sys.stderr)
         del settings[name]
     for name, value in settings.items():
-        if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, cutoff=0))
-            raise UserError(f"--config {path}: there is no {name}; did you mean {near}?")
+        need_known(name, known, f"--config {path}")
         if isinstance(value, bool) != isinstance(known[name], bool):
             use = "true or false" if isinstance(known[name], bool) else 'a value, or "None" for off'
             raise UserError(f"--config {path}: {name} = {toml_value(value)}: write {use}")
