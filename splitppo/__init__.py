@@ -1,7 +1,7 @@
 """splitppo: PPO for language models on one torchrun, split into an actor and a critic group.
 
-A script or a notebook of one's own begins with `from splitppo import Config, run`. That imports no
-torch; a call of `run` does, in a script.
+Your own script or notebook begins with `from splitppo import Config, run`. This does not import
+torch; calling `run` in a script does.
 """
 
 import importlib

@@ -138,7 +138,7 @@ def test_torchruns_variables_are_there_as_a_whole(change, monkeypatch):
     assert Launch.from_env() == Launch(1, 2, 1, 2, 1)
     for name, value in change.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="torchrun sets all of them; start with it, or unset RANK"):
+    with pytest.raises(UserError, match="all of these must be set; start with torchrun"):
         Launch.from_env()
 
 

@@ -492,7 +492,7 @@ def test_a_learning_rate_that_a_preset_has_for_whole_models_is_told(tmp_path, ca
         (tmp_path / "p.toml").write_text(preset)
         assert train.main([f"--config={tmp_path}/p.toml", "--dry-run", *argv]) == 0
         out = capsys.readouterr().out
-        return re.findall(r"^warning: (\w+\.optim.lr=\S+) is .*set (--\S+ \S+), say", out, re.M)
+        return re.findall(r"^warning: (\w+\.optim.lr=\S+) comes .*set (--\S+ \S+) \(", out, re.M)
 
     rates = "policy.optim.lr = 3e-6\n"
     due = ("policy.optim.lr=3e-06", "--policy.optim.lr 3e-05")

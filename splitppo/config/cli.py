@@ -25,7 +25,7 @@ PATHS = (
     *("reward.function", "reward.validation", "env.path", "env.tools"),
     *("ppo.loss", "ppo.advantages", "log.trackers"),
 )
-# settings that a run does not keep when it goes on: those of this start, and those of the machine
+# settings that a resumed run does not keep: those of this start, and those of the machine
 ANEW = (
     r"run_dir|resume|force|dry_run|config|world_size|nodes|placement\..*|fsdp\..*|compute\.device"
     r"|.*\.(tensor|sequence)_parallel|(policy|value)\.offload"
@@ -123,9 +123,9 @@ def kept_rates(config: Config, argv: Sequence[str]) -> list[str]:
     LoRA."""
     preset = _preset(argv)[1]
     return [
-        f"warning: {name}.optim.lr={model.optim.lr:g} is the preset's, and {name}.lora.rank="
-        f"{model.lora.rank} is not: LoRA wants about {LORA_RATE} times the rate of a whole model; "
-        f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g}, say ({DOCS}/lora.md)"
+        f"warning: {name}.optim.lr={model.optim.lr:g} comes from a preset without LoRA; LoRA needs "
+        f"about {LORA_RATE} times the learning rate of a whole model: "
+        f"set --{name}.optim.lr {LORA_RATE * model.optim.lr:g} ({DOCS}/lora.md)"
         for name, model in {"policy": config.policy, "value": config.value}.items()
         if model.lora.rank > 0
         and not preset.get(f"{name}.lora.rank")

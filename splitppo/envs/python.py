@@ -29,7 +29,7 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
             raise RuntimeError(one_line(printed))
     except RuntimeError as error:
         raise UserError(
-            f"env.tools=python: this machine can't keep a program apart from itself ({error}); "
+            f"env.tools=python: this machine can't isolate a program ({error}); "
             "allow user namespaces (docker run --security-opt seccomp=unconfined; sysctl "
             "kernel.apparmor_restrict_unprivileged_userns=0) on Linux 5.12 or later with seccomp "
             "filters, x86-64 or aarch64; allow the network if that alone fails (--env.network); or "

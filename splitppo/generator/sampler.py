@@ -3,8 +3,8 @@ the engine for tokens, and it alone appends them to rows.
 
 Slot s of S has the rows s, s + S, s + 2S, ... of the data order. Without windows it generates one a
 step. With `rollout.window = W` it decodes W tokens a step: a row that ends is followed at once by
-the next one, and a row that has not ended goes on in the next step, with the new weights. No row is
-skipped or taken twice, and no slot asks another.
+the next one, and a row that has not ended continues in the next step, with the new weights. No row
+is skipped or taken twice, and no slot asks another.
 
 With environments a row has turns. When one ends, the row frees its place in the engine and keeps
 its slot until its environment has answered: what is sampled must not depend on how long an answer

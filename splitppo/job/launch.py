@@ -57,8 +57,8 @@ class Launch:
         if len(numbers) < len(names) or numbers[0] >= numbers[1] or values[-1] == "unset":
             variables = map("=".join, zip((*names, "MASTER_ADDR"), values, strict=True))
             raise UserError(
-                f"{' '.join(variables)}: torchrun sets all of them; start with it, "
-                "or unset RANK for one process alone"
+                f"{' '.join(variables)}: all of these must be set; start with "
+                "torchrun, or unset RANK for a single process"
             )
         return cls(*numbers[:5])
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from splitppo.errors import UserError, say
 from splitppo.job.launch import Launch
 
-START = "start all ranks with torchrun, or unset RANK and WORLD_SIZE for one process alone"
+START = "start all ranks with torchrun, or unset RANK and WORLD_SIZE for a single process"
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class Stored:
         if moments := [*fields, *numbers]:
             raise folder_error(
                 self.folder,
-                f"{moments[0]} beside the head would change its output, and is not supported",
+                f"{moments[0]} next to the head would change its output, and is not supported",
                 "scale the head's weight and bias by it, then remove it",
             )
 

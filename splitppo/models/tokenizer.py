@@ -24,7 +24,7 @@ def read_tokenizer(folder: str, *, own_code: bool = False) -> Any:
     code may run."""
     if not has_tokenizer(folder):
         raise folder_error(
-            folder, "no tokenizer there", "save one beside the model (tokenizer.json)"
+            folder, "no tokenizer there", "save one in the model's folder (tokenizer.json)"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)

@@ -30,7 +30,7 @@ def check_inputs(config: Config) -> None:
     some_async |= check_rewards(config.reward.validation, "reward.validation")
     if config.reward.concurrency and not some_async:
         raise UserError(
-            f"reward.concurrency={config.reward.concurrency} is for async functions, and there are "
+            f"reward.concurrency={config.reward.concurrency} limits async functions, and there are "
             "none; write async def, or unset it"
         )
     find_parts(config)

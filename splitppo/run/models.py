@@ -245,7 +245,7 @@ def hold_against(
         if facts[0] != facts[1]:
             raise UserError(
                 f"{setting}: it has no tokenizer, and its type and vocabulary {facts[0]} are not "
-                f"the policy's {facts[1]}; put its tokenizer beside it, if it is the policy's"
+                f"the policy's {facts[1]}; if they have the same tokenizer, save it in this folder"
             )
         notes.append(
             "it has no tokenizer; its type and vocabulary are the policy's, so its ids should be"

@@ -102,7 +102,8 @@ def load(
             raise wrong[0]
         if (length := len(prompts[0].tokens)) > room:
             raise UserError(
-                f"a prompt of {length} tokens, but {room} fit beside {most} new ones; shorten it"
+                f"the prompt has {length} tokens, but only {room} fit with {most} new ones; "
+                "shorten it"
             )
         answered = []
         for engine in engines:

@@ -226,7 +226,7 @@ def test_what_normalises_a_rewards_scores_is_refused(where: str, tmp_path: Path)
         name = {"a tensor": "std", "another tensor": "running.offset"}[where]
         edited(tmp_path, lambda weights: weights | {name: torch.ones(1)})
     for kind in ("reward", "value"):
-        with pytest.raises(UserError, match="beside the head"):
+        with pytest.raises(UserError, match="next to the head"):
             check_folder(read_config(str(tmp_path)), str(tmp_path), kind, random_init=False)
 
 

@@ -291,7 +291,7 @@ def test_the_limit_is_for_async_functions(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     for names in ("mine.py:plain", "auto", "mine.py:plain exact_match"):
         argv = ["--reward.concurrency=4", "--reward.function", *names.split()]
-        with pytest.raises(UserError, match=r"reward\.concurrency=4 is for async functions"):
+        with pytest.raises(UserError, match=r"reward\.concurrency=4 limits async functions"):
             check_inputs(parse(argv))
     check_inputs(parse([*argv, "--reward.validation=mine.py:waits"]))
     check_inputs(parse(["--reward.concurrency=4", "--reward.function=mine.py:waits"]))
