@@ -11,6 +11,7 @@ of critics: VC-PPO (2503.01491), VAPO (2504.05118), SAO (2607.07508); Hu et al.
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -122,10 +123,10 @@ class StepResult:
         return float(means.mean() ** 2 / squares.mean())
 
 
-def run(model: Any, row: Row, experts: Tensor | None = None) -> Tensor:
-    """The model's outputs at the position before each action: the state that it was chosen in.
-    `experts`: those that a mixture uses in these states, in place of its own choice."""
-    tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
+@contextmanager
+def routed(model: Any, row: Row, experts: Tensor | None) -> Iterator[list[int]]:
+    """The positions before each action. There, a mixture uses these experts (`Row.experts`) while
+    the context is open; None: those that it chooses."""
     at = [len(row.prompt) - 1 + i for i in row.actions]
 
     def force(router: Any, _: Any, out: Any, layer: int) -> Any:
@@ -141,10 +142,16 @@ def run(model: Any, row: Row, experts: Tensor | None = None) -> Tensor:
         router.register_forward_hook(partial(force, layer=layer))
         for layer, router in enumerate(routers if experts is not None else [])
     ]
-    outputs = model(input_ids=tokens[None]).logits[0, at]
+    yield at
     for hook in hooks:
         hook.remove()
-    return outputs
+
+
+def run(model: Any, row: Row, experts: Tensor | None = None) -> Tensor:
+    """The model's outputs at the position before each action: the state that it was chosen in."""
+    tokens = torch.tensor(row.prompt + row.response, device=next(model.parameters()).device)
+    with routed(model, row, experts) as at:
+        return model(input_ids=tokens[None]).logits[0, at]
 
 
 def choose(model: Any, row: Row) -> Tensor:
@@ -189,16 +196,16 @@ def divergence_of(policy: Tensor, teacher: Tensor, h: Hyper) -> Tensor:
     return {"forward": forward, "reverse": reverse, "jsd": jsd}[h.divergence]
 
 
-def balance_of(model: Any, rows: list[Row]) -> Tensor:
+def balance_of(model: Any, rows: list[Row], routes: list[Tensor | None]) -> Tensor:
     """Fedus et al. 2021 (Switch, eq. 4 to 6), as the mixtures' own code has it: f, the choices that
     an expert gets of a token, and P, its mean probability, are means over tokens and layers."""
     chosen, probabilities = [], []
-    for row in rows:
+    for row, experts in zip(rows, routes, strict=True):
         tokens = torch.tensor(row.prompt + row.response)
-        first = len(row.prompt) - 1
-        routed = model(input_ids=tokens[None], output_router_logits=True).router_logits
-        for logits in routed:
-            p = torch.softmax(logits[[first + i for i in row.actions]], dim=-1)
+        with routed(model, row, experts) as at:
+            every = model(input_ids=tokens[None], output_router_logits=True).router_logits
+        for logits in every:
+            p = torch.softmax(logits[at], dim=-1)
             places = p.topk(model.config.num_experts_per_tok, dim=-1).indices
             chosen.append(torch.zeros_like(p).scatter(1, places, 1.0))
             probabilities.append(p)
@@ -502,8 +509,9 @@ def ppo_step(
         loss = aggregate(token_losses, h.aggregate)
         result.ratios.append(torch.cat(ratios))
         if h.balance:
-            trained = [step.rows[i] for i in kept(rows, step, h)]
-            loss = loss + h.balance * balance_of(policy, trained)
+            at = kept(rows, step, h)
+            balance = balance_of(policy, [step.rows[i] for i in at], [routes[i] for i in at])
+            loss = loss + h.balance * balance
         result.policy_losses.append(loss.item())
         result.policy_grad_norms.append(descend(policy, optimizers[0], loss, h))
     epochs = h.pretrain_epochs if pretrains else h.value_epochs or h.epochs
