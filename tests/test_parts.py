@@ -19,8 +19,9 @@ from torch import Tensor
 from splitppo.config import rules
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
-from splitppo.policy import Surrogate, UsersLoss
-from splitppo.run.build import Builder
+from splitppo.models.heads import PolicyOutputs
+from splitppo.policy import UsersLoss
+from splitppo.run import build
 from splitppo.run.checks import check_inputs
 from splitppo.run.folder import check_same_run, inputs_of, write_run_files
 from splitppo.run.parts import find_parts
@@ -241,20 +242,20 @@ def test_a_changed_file_is_another_run(tmp_path, file, setting):
     check_same_run(copied, folder, inputs_of(copied, {}, {}))
 
 
-def test_compiling_calls_no_loss_of_the_users():
+def test_compiling_calls_no_loss_of_the_users(monkeypatch):
     """Its rows are zeros."""
-    builder: Any = object.__new__(Builder)
+    policy = SimpleNamespace(surrogate="of PPO")
+    monkeypatch.setattr(build, "Policy", lambda *_, **__: policy)
+    builder: Any = object.__new__(build.Builder)
     builder.parts = {"loss": lambda **_: pytest.fail("it was called")}
     builder.context = SimpleNamespace(config=parse([]))
-    builder.resolved = SimpleNamespace(dtype=torch.float32)
-    builder.outputs = None
-    learner = SimpleNamespace(runner=SimpleNamespace(group=None))
-    builder.generator = builder._reference = lambda *_: None
-    builder._runner = builder._learner = lambda *_: learner
+    builder.resolved = SimpleNamespace(dtype=torch.float32, unreplayed="")
+    builder.outputs = PolicyOutputs(1.0, 8, compiled=False)
+    builder.generator = builder._runner = builder._learner = builder._reference = lambda *_: None
     used: list[Any] = []
-    builder._warm_up = lambda policy: used.append(type(policy.surrogate))
-    _, policy = builder.actor()
-    assert used == [Surrogate]
+    builder._warm_up = lambda policy: used.append(policy.surrogate)
+    builder.actor()
+    assert used == ["of PPO"]
     assert type(policy.surrogate) is UsersLoss
 
 
