@@ -3,7 +3,7 @@ anew, once for all."""
 
 import gc
 
-from kept import keep_flags, keep_mismatches
+from kept import keep_costs, keep_flags, keep_mismatches
 
 from splitppo.config.cli import parse
 from splitppo.models.build import build
@@ -11,6 +11,7 @@ from splitppo.models.tiny import model_config
 
 keep_flags()
 keep_mismatches()
+keep_costs()
 parse([])
 for kind in ("policy", "value"):
     build(model_config(), kind)
