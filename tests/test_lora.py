@@ -511,7 +511,7 @@ WRONG: dict[str, list[str]] = {
         BOTH[0],
         "--policy.lora.targets=nope",
     ],
-    "value.lora.targets=( is no regular expression": [*BOTH, "--value.lora.targets=("],
+    "value.lora.targets=( is not a regular expression": [*BOTH, "--value.lora.targets=("],
     "lora.targets=lm_head matches no linear layer": [BOTH[0], "--policy.lora.targets=lm_head"],
     "policy.lora.alpha=8 without adapters: set policy.lora.rank": ["--policy.lora.alpha=8"],
     "value.freeze=attention with value.lora.rank=3": [*BOTH, "--value.freeze=attention"],

@@ -166,7 +166,7 @@ def _of_job(config: Config) -> Contradictions:
         (
             log.stop_at is not None and not config.validate_every,
             f"log.stop_at={log.stop_at} is a held-out score, and no held-out rows are scored; set "
-            "--log.validate-every, and data.validation_files beside data.files",
+            "--log.validate-every, and with data.files also data.validation_files",
         ),
         *of_sets(config),
     ]

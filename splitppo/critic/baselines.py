@@ -250,7 +250,7 @@ class BoundedValues(Values):
         if max(low - least, most - high) > 1e-3 * (high - low):
             raise UserError(
                 f"value.range={low:g} {high:g}: the step's returns, after shaping, lie between "
-                f"{least:g} and {most:g}; widen the range until it holds them"
+                f"{least:g} and {most:g}; widen the range so that it contains them"
             )
         return estimate
 

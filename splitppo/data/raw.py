@@ -102,7 +102,7 @@ def _read_json(path: Path, file: str, _: set[str]) -> Numbered:
     rows = parse_json(content, file) if content.strip() else []
     if not isinstance(rows, list):
         raise UserError(
-            f"{file} holds one {type(rows).__name__}; a .json file is a list of rows: "
+            f"{file} contains a {type(rows).__name__}; a .json file must be a list of rows: "
             "write [...], or .jsonl"
         )
     return enumerate(rows, 1)

@@ -303,7 +303,7 @@ class Player:
         if turn.done and not turn.truncated:
             end = "environment"
         if abs(total := sum(row.rewards) + turn.reward) > FLOAT32_MAX:
-            raise ValueError(f"the row's rewards sum up to {total}, which float32 does not hold")
+            raise ValueError(f"the row's rewards sum up to {total}, which overflows float32")
         observed = NOTHING if end else self._observe(turn, row.turns[-1][0])
         figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
         self._figures.append({"turns": 1, **figures})

@@ -53,7 +53,7 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
             folder,
             "no config.json there",
             "give the folder of a model, or its hub name OWNER/NAME; a LoRA adapter goes to "
-            "--policy.lora.path, beside its base",
+            "--policy.lora.path, its base to policy.path",
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
@@ -204,7 +204,7 @@ def choose_label(config: PretrainedConfig, label: str | None, folder: str) -> Pr
     if not (label in wide.label2id if wide.num_labels > 1 else label is None):
         raise UserError(
             f"reward.label={label or 'unset'}: reward.model={folder} has the labels "
-            f"{', '.join(wide.label2id)}, by its config.json; of several, name the one whose "
+            f"{', '.join(wide.label2id)}, by its config.json; name the one whose "
             "probability is the score, or choose another reward.model"
         )
     wide.score_label = wide.label2id.get(label)
@@ -295,7 +295,7 @@ def matching(pattern: str, names: Sequence[str], setting: str, what: str) -> lis
     try:
         matched = [name for name in names if re.search(pattern, name)]
     except re.error as error:
-        raise UserError(f"{setting} is no regular expression ({error}); correct it") from error
+        raise UserError(f"{setting} is not a regular expression ({error}); correct it") from error
     if not matched:
         examples = ", ".join(names[:3]) or "nothing: the model has none"
         raise UserError(f"{setting} matches no {what}; their names are like {examples}")

@@ -221,7 +221,7 @@ def _explain(name: HubName, error: BaseException) -> UserError:
         ),
         (
             isinstance(error, errors.HTTPError),
-            f"{NO_FOLDER[name.kind]}{hub} doesn't give it ({type(error).__name__}: {cause})",
+            f"{NO_FOLDER[name.kind]}{hub} does not return it ({type(error).__name__}: {cause})",
             "check the network, HF_ENDPOINT and HF_TOKEN, "
             "or set HF_HUB_OFFLINE=1 where the cache has it",
         ),

@@ -148,7 +148,7 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
                 )
             # `parallelize` shards the layers of one list over the set's line
             if module not in inside:
-                raise ValueError(f"the plan of {kind} cuts {key}, which is outside its layers")
+                raise ValueError(f"the plan of {kind} splits {key}, which is outside its layers")
             styles[name] = style
     if not styles:
         raise ValueError(f"transformers has no plan for {kind}")

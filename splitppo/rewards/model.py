@@ -80,7 +80,7 @@ class RewardText:
         own_form = (
             "the text in its own chat template"
             if self.chat
-            else "plain text, the response behind the prompt"
+            else "plain text, the response after the prompt"
         )
         passes = f"; each step in {'the same' if one_pass else 'its own'} pass" * bool(steps)
         # the form in which the reward model gets rows, for the user
@@ -258,6 +258,6 @@ def check_steps(tokenizer: Any, reward: RewardConfig) -> None:
     """Raises UserError if the reward model's tokenizer can't tell where a step ends."""
     if reward.steps and not tokenizer.is_fast:
         raise UserError(
-            f"reward.steps={reward.steps!r}: the reward model's tokenizer does not say which token "
-            "holds a character; save it as tokenizer.json, or unset reward.steps"
+            f"reward.steps={reward.steps!r}: the reward model's tokenizer does not map characters "
+            "to tokens; save it as tokenizer.json, or unset reward.steps"
         )

@@ -114,7 +114,7 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     same = config.checkpoint.every and (folder / "config.toml").is_file()
     if begun and not config.force and not same:
         raise UserError(
-            f"run_dir={folder} holds a run without checkpoints; "
+            f"run_dir={folder} contains a run without checkpoints; "
             "choose another, or --force to start again in it"
         )
     if begun or (resumed_from and resumed_from.parent.parent.resolve() == folder.resolve()):

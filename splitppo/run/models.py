@@ -219,9 +219,8 @@ def _check_ends(tokenizer: Any, other: Any, teacher: Model, ends: Collection[int
         )
         raise UserError(
             f"teacher.path={teacher.name}: its responses end in {there or 'no token'}, the "
-            f"policy's in {here}: it would penalise the end of every response; name a teacher "
-            "with the policy's end, "
-            "or change its eos_token_id"
+            f"policy's in {here}: it would penalise the end of every response; use a teacher "
+            "with the policy's end token, or change its eos_token_id"
         )
 
 

@@ -68,7 +68,7 @@ def check_folder(run: Path, *, file: str = "") -> None:
         raise UserError(f"{run}: no such folder (from {Path.cwd()}); name the folder of a run")
     if file and not (run / file).is_file():
         raise UserError(
-            f"{run} is no run folder: {file} is missing; name RUN of a run that began"
+            f"{run} is not a run's folder: {file} is missing; name the folder of a run"
             + ", not a checkpoint of it" * (run / "actor").is_dir()
         )
 

@@ -222,7 +222,7 @@ def test_wrong_rows_are_named_in_one_line(
         (
             "rows.json",
             b'{"prompt": "1"}',
-            r"rows\.json holds one dict; a \.json file is a list of rows",
+            r"rows\.json contains a dict; a \.json file must be a list of rows",
         ),
         ("rows.json", b'[{"prompt": ', r"rows\.json: broken JSON"),
         ("rows.jsonl", b'\n{"prompt": "1", \n', r"rows\.jsonl row 2: broken JSON"),

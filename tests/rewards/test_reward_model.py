@@ -193,7 +193,7 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     spoken = whole(text, system, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
     plain = RewardText(own, tokenizer, chat=False, longest=99)
-    assert plain.reads == "plain text, the response behind the prompt"
+    assert plain.reads == "plain text, the response after the prompt"
     assert whole(plain, system, samples[0])[0] == own("hi\n12")["input_ids"]
 
 

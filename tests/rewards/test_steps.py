@@ -333,7 +333,7 @@ def test_steps_of_the_policys_own_tokens() -> None:
     assert reading.texts == [(row.ids.tolist(), 4)]
     assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
     marked = RewardText(tokenizer, tokenizer, chat=True, longest=9, steps="+", step_token="a")
-    assert marked.reads == "plain text, the response behind the prompt; each step in its own pass"
+    assert marked.reads == "plain text, the response after the prompt; each step in its own pass"
 
 
 @pytest.mark.parametrize(("marker", "last"), [("<s>", "<s>"), (None, "[SEP]")])
@@ -403,6 +403,6 @@ def test_a_step_without_a_finite_score_fails_the_row() -> None:
 
 
 def test_a_tokenizer_that_knows_no_places_is_refused() -> None:
-    with pytest.raises(UserError, match="which token holds a character"):
+    with pytest.raises(UserError, match="does not map characters"):
         check_steps(SimpleNamespace(is_fast=False), RewardConfig(model="m", steps="+"))
     check_steps(SimpleNamespace(is_fast=False), RewardConfig(model="m"))

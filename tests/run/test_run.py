@@ -417,7 +417,7 @@ def test_a_folder_with_steps_but_no_checkpoint(tmp_path, capfd):
     without = [*argv, "--checkpoint.every=0", "--checkpoint.no-last"]
     assert run_ranks(1, main_rank, without) == [0]
     assert train.main(without) == 2
-    assert "holds a run without checkpoints; choose another" in capfd.readouterr().err
+    assert "contains a run without checkpoints; choose another" in capfd.readouterr().err
     assert run_ranks(1, main_rank, [*without, "--force"]) == [0]
     assert "they are overwritten" in capfd.readouterr().out
     assert train.main([*argv, "--checkpoint.every=1", "--seed=8"]) == 2

@@ -197,7 +197,7 @@ EARLY = [
     placement.mode=colocated, or give them a reward.model, a teacher, or the reference
 --value.layers=3 => value.layers=3: tiny has 2; use at most 2
 --value.freeze nowhere => value.freeze=nowhere matches no weight; their names are like
---value.freeze '(' --steps=3 => value.freeze=( is no regular expression ... correct it
+--value.freeze '(' --steps=3 => value.freeze=( is not a regular expression ... correct it
 --policy.freeze body embeddings =>
     policy.freeze=body embeddings leaves no weight to train; name fewer
 --ppo.critic-warmup=3 --steps=3 =>

@@ -73,7 +73,7 @@ def kv_cache_bytes(
         needed = (weights + reserve + row) / total
         enough = f"{needed + 0.005:.2f} or more" if needed < 0.99 else "more engine.tensor_parallel"
         raise UserError(
-            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB does not hold the "
+            f"engine.memory_fraction={fraction:g} of {total / 2**30:.1f} GiB is too small for the "
             f"engine's weights ({weights / 2**30:.1f} GiB), {reserve / 2**30:.0f} GiB of working "
             f"memory and one row; use {enough}"
         )
