@@ -1,7 +1,9 @@
 """README and docs/: measured figures stand once, in docs/figures.toml; links lead somewhere; each
 command is one that the package takes, and a test runs it or the page says what it needs."""
 
+import ast
 import importlib
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -251,6 +253,20 @@ def test_links_lead_to_pages_and_headings(page: str) -> None:
         name = str(path.resolve().relative_to(ROOT))
         if not path.exists() or (anchor and anchor not in anchors[name]):
             wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+def test_what_a_user_reads_names_pages_by_their_address() -> None:
+    """A message or help that says docs/... would name a file that no wheel has: errors.DOCS."""
+    wrong = []
+    for path in (ROOT / "splitppo").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        inside = {ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)}
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        for text in texts:
+            if isinstance(text, str) and "docs/" in text and inspect.cleandoc(text) not in inside:
+                wrong.append(f"{path.name}: {text}")
     assert wrong == []
 
 
