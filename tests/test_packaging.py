@@ -166,7 +166,7 @@ def test_the_first_command_eval_and_report_from_the_wheel_alone(
     run(programs / "pip", "check", cwd=tmp_path)
     variables = {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (first,) = re.findall(r"&& (torchrun .* && splitppo report)$", readme, re.M)
+    (first,) = re.findall(r"&& (splitppo train .* && splitppo report)$", readme, re.M)
     lines = run("bash", "-ec", f"{first} && splitppo eval runs/*", cwd=tmp_path, **variables)
     assert re.search(r"held-out     score 0\.000 at step 0, 1\.000 at step", lines), lines
     (page,) = tmp_path.glob("runs/*/report.html")
