@@ -23,6 +23,8 @@ FOR_VLLM = {
     "keep_cache": False,
     "steady": True,
 }
+# types whose output layer vLLM does not tie to the embedding
+UNTIED = ("glm4_moe", "olmoe", "qwen3_next")
 # vLLM raises lower temperatures to the first silently, and refuses higher ones
 COLDEST = 0.01
 HOTTEST = 2.0
@@ -70,6 +72,14 @@ def check_engine(
                 )
         return
     _check_installed(device)
+    kind = model_config.model_type
+    tied = kind in UNTIED and model_config.tie_word_embeddings
+    if tied or kind == "gpt_oss":
+        why = "has an output layer of its own" if tied else "rearranges the experts"
+        raise UserError(
+            f"engine.kind=vllm: vLLM's model of type {kind!r} {why}, so no sync can be verified; "
+            "use --engine.kind hf"
+        )
     for name, value in (
         ("rollout.temperature", config.rollout.temperature),
         ("log.validate_temperature", config.log.validate_temperature or COLDEST),  # 0 is greedy

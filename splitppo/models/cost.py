@@ -109,8 +109,11 @@ def measure(model: Any, layers: int, counts: Counts, dtype: torch.dtype, *, comp
     """
     traced = transformer_layers(model)
     hidden = model.config.hidden_size * dtype.itemsize
+    # without memory, the products of experts run in bfloat16 alone
+    traced_in = torch.bfloat16 if experts_of(model) else dtype
     try:
-        saved = _saved(model, again=compiled and dtype != torch.float32) / len(traced)
+        saved = _saved(model.to(traced_in), again=compiled and dtype != torch.float32) / len(traced)
+        saved *= dtype.itemsize / traced_in.itemsize
     except Exception:  # a model's own code may ask for values, and meta tensors have none
         saved = TYPICAL * hidden
     inside = {id(p): p for layer in traced for p in layer.parameters()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from splitppo.errors import UserError
 from splitppo.models.build import folder_error
+from splitppo.models.experts import experts_of
 from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
     HEAD,
@@ -240,6 +241,8 @@ def open_folder(folder: str, model: Any) -> Stored:
     files, other_files = _open_files(Path(folder))
     shapes = {name: file.get_slice(name).get_shape() for name, file in files.items()}
     names = model.folder_names
+    if any(module.num_experts == 1 for module in experts_of(model)):
+        raise folder_error(folder, "its layers have one expert each", "use a dense model")
     ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
     weights = own_weights(weights_of(model)) | buffers_of(model)
     known = dict.fromkeys([*weights, *ties], True)

@@ -43,6 +43,7 @@ from test_engine import (
 from tiers import wide
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     ApertusConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -458,6 +459,18 @@ def test_a_vllm_that_can_do_is_taken(installed) -> None:
     for found, device in (("0.26.0", "cuda"), ("0.33.9", "cuda"), ("0.32.0+cpu", "cpu")):
         installed(found)
         start.check_engine(settings(), SPLIT, device, 4, model_config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "why"),
+    [("gpt_oss", False, "rearranges"), ("olmoe", True, "output layer"), ("olmoe", False, "")],
+)
+def test_mixtures_that_vllm_holds_otherwise(kind: str, tied: bool, why: str, installed) -> None:
+    installed("0.32.0+cpu")
+    make: Any = CONFIG_MAPPING[kind]
+    refused = pytest.raises(UserError, match=f"type '{kind}' .*{why}")
+    with refused if why else contextlib.nullcontext():
+        start.check_engine(settings(), SPLIT, "cpu", 4, make(tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize(

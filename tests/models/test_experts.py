@@ -4,7 +4,8 @@ size, what stays float32, what is refused."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from splitppo.models.runner import Runner
 from splitppo.models.sharding import parallelize
 from splitppo.models.stored import Stored, open_folder
 from splitppo.models.tensor import check_plan
-from splitppo.models.trainable import Trainable, count
+from splitppo.models.trainable import Trainable, cost_of, count
 from splitppo.models.weights import fill, save, to_precision
 from splitppo.placement import place
 from splitppo.rollout import Episode, Rollout
@@ -303,6 +304,30 @@ def test_a_token_meets_some_of_the_parameters() -> None:
     assert counts.trained == counts.parameters
     frozen = count(config, Trainable("policy", frozen=("router",)))
     assert frozen.trained == counts.parameters - 2 * 4 * 32
+
+
+def test_the_experts_of_a_token_by_another_name() -> None:
+    config = SimpleNamespace(num_experts_per_tok=None, top_k_experts=3)
+    assert top_k(cast(Any, SimpleNamespace(config=config))) == 3
+
+
+def test_activations_of_float32_experts_are_measured() -> None:
+    """As twice those of bfloat16: without memory, their products run in that alone."""
+    config = configured("qwen3_moe", EXPERTS)
+    whole = Trainable("policy")
+    counts = count(config, whole)
+    saved, half = (
+        cost_of(config, whole, counts, dtype, compiled=False).saved
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert saved == 2 * half
+
+
+def test_one_expert_is_no_mixture(tmp_path: Path) -> None:
+    config = configured("qwen3_moe", EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1})
+    written(tmp_path, config)
+    with pytest.raises(UserError, match="its layers have one expert each; use a dense model"):
+        preflown(tmp_path)
 
 
 def rounded(model: Any, folder: Path) -> dict[str, torch.Tensor]:
