@@ -393,40 +393,52 @@ def test_a_row_goes_on_with_all_that_made_it():
             made_by(others, other_origin).load_state(state)
 
 
-def test_slots_follow_the_contexts_that_rank_0_knows():
-    placement = place(PlacementConfig(actor=2), world=3, local_world=3)
-    for window, actors in (
-        (8, placement),
-        (0, placement),
-        (8, place(PlacementConfig(), world=2, local_world=2)),
-    ):
-        config = parse(
-            [f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"]
-        )
-        said: dict[str, str] = {"contexts/2": ""}
-        store = SimpleNamespace(delete_key=said.pop)
-        broadcast = lambda key, value, said=said: said.setdefault(key, value())  # noqa: E731
-        runtime: Any = SimpleNamespace(broadcast=broadcast, store=store)
-        tokenizer, training = (
-            SimpleNamespace(decode=str),
-            SimpleNamespace(prompts=[prompt(row) for row in range(9)]),
-        )
-        known = {
-            "config": config,
-            "placement": actors,
-            "tokenizer": tokenizer,
-            "vocabulary_size": 9,
-        }
-        resolved = cast(Any, SimpleNamespace(**known))
-        sampler = build_sampler(resolved, cast(Any, training))
+SPLIT = place(PlacementConfig(actor=2), world=3, local_world=3)
+
+
+@pytest.mark.parametrize(
+    ("window", "placement", "rank", "sends"),
+    [
+        (8, SPLIT, 0, True),
+        (8, SPLIT, 1, False),  # an actor rank knows the open rows itself
+        (8, SPLIT, 2, True),  # a critic rank: what rank 0 sends
+        (8, place(PlacementConfig(mode="colocated"), world=2, local_world=2), 0, False),
+        (0, SPLIT, 0, False),
+        (8, place(PlacementConfig(), world=2, local_world=2), 0, False),
+    ],
+)
+def test_slots_follow_the_contexts_that_actor_ranks_know(window, placement, rank, sends):
+    config = parse(
+        [f"--rollout.window={window}", "--rollout.batch-size=4", "--ppo.mini-batches=1"]
+        + ["--placement.mode=colocated"] * placement.colocated
+    )
+    lengths = "[2, 11, 2, 6]"
+    said = {"contexts/2": ""} | ({"contexts/5": lengths} if rank == 2 else {})
+    broadcast = lambda key, value: said.setdefault(key, value())  # noqa: E731
+    runtime: Any = SimpleNamespace(
+        broadcast=broadcast,
+        store=SimpleNamespace(delete_key=said.pop),
+        groups=dict.fromkeys(placement.roles(rank)),
+        launch=SimpleNamespace(rank=rank),
+    )
+    training = SimpleNamespace(prompts=[prompt(row) for row in range(9)])
+    known = {
+        "config": config,
+        "placement": placement,
+        "tokenizer": SimpleNamespace(decode=str),
+        "vocabulary_size": 9,
+    }
+    resolved = cast(Any, SimpleNamespace(**known))
+    sampler = build_sampler(resolved, cast(Any, training))
+    if rank < 2:
         sampler.open = {1: OpenRow(1, 9, 4, 11), 3: OpenRow(7, 4, 4, 6)}
-        owned = plan_step(resolved, runtime, sampler, 5)
-        if window and len(actors.groups["actor"]) > 1:
-            assert said == {"contexts/5": "[2, 11, 2, 6]"}
-            assert {len(owned.all_slots("actor", rank)) for rank in (0, 1)} == {2}
-            assert not any({1, 3} <= {*owned.all_slots("actor", rank)} for rank in (0, 1))
-        else:
-            assert (said, owned.orders) == ({"contexts/2": ""}, ())
+    plan = plan_step(resolved, runtime, sampler, 5)
+    assert said == ({"contexts/5": lengths} if sends else {"contexts/2": ""})
+    if window and len(placement.groups["actor"]) > 1:
+        assert {len(plan.all_slots("actor", one)) for one in (0, 1)} == {2}
+        assert not any({1, 3} <= {*plan.all_slots("actor", one)} for one in (0, 1))
+    else:
+        assert plan.orders == ()
 
 
 def test_without_windows_a_slot_has_one_row_a_step():

@@ -105,14 +105,14 @@ class Generator:
             torch.tensor([float(part) for part in sums])
         ).tolist()
         largest = max(rollout.episode_lengths, default=0), max(ages.tolist(), default=0)
-        longest, oldest = zip(*self.group.all_gather(largest), strict=True)
+        longest, oldest = self.group.all_max(largest)
         metrics = {"tokens": whole}
         if open_rows := self.sampler.open.values():  # with windows
             lengths = [row.tokens for row in open_rows]
             metrics |= {
                 "window/rows": rows,
                 "window/sampled": sampled_now + sum(row.last_step_tokens for row in open_rows),
-                "window/age/max": max(oldest),
+                "window/age/max": oldest,
                 "window/open_length/mean": sum(lengths) / len(lengths),
                 "window/open_length/max": max(lengths),
             }
@@ -120,7 +120,7 @@ class Generator:
         if rows:
             metrics |= {
                 "response_length/mean": tokens / rows,
-                "response_length/max": max(longest),
+                "response_length/max": longest,
                 "response_length/clip_ratio": cut / rows,
                 "prompt_length/mean": prompts / rows,
             }

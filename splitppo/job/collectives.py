@@ -180,11 +180,11 @@ class GroupMaker:
         self.new_group = partial(dist.new_group, backend=backend, timeout=limit)
         self.made: dict[str, Any] = {}
 
-    def line(self, lines: Tensor) -> Any:
-        """Makes a process group of each row of `[groups, ranks]`; returns the one that holds this
-        rank, or None."""
-        if (key := str(lines.tolist())) not in self.made:
-            groups = [(self.new_group(ranks), ranks) for ranks in lines.tolist()]
+    def line(self, lines: Tensor, **options: Any) -> Any:
+        """Makes a process group of each row of `[groups, ranks]`, with torch's `options`; returns
+        the one that holds this rank, or None."""
+        if (key := f"{lines.tolist()} {options}") not in self.made:
+            groups = [(self.new_group(ranks, **options), ranks) for ranks in lines.tolist()]
             self.made[key] = next((group for group, ranks in groups if self.rank in ranks), None)
         return self.made[key]
 

@@ -14,6 +14,7 @@ from splitppo.job.nodes import Peer
 
 # seconds of silence at most, however long --timeout is: a busy rank sends heartbeats, too
 LONGEST = 120.0
+MANY_HOSTS = 64  # with fewer than twice as many, every rank watches all
 
 
 class Heartbeat:
@@ -38,10 +39,13 @@ class Heartbeat:
             for machine in dict.fromkeys(peer.machine for peer in peers)
         }
         self.store_answered = time.monotonic()
+        here = self.hosts[peers[rank].machine]
+        self.own_key = f"heartbeat/{here[0]}"
+        # of many hosts each rank watches some, and the ranks of a host all
+        share = min(len(here), max(1, len(self.hosts) // MANY_HOSTS))
+        watched = [*self.hosts][here.index(rank) % share :: share]
         # machine -> its counter, and when the counter changed
-        self.seen: dict[str, tuple[int, float]] = dict.fromkeys(
-            self.hosts, (0, self.store_answered)
-        )
+        self.seen: dict[str, tuple[int, float]] = dict.fromkeys(watched, (0, self.store_answered))
         self.closed = threading.Event()  # set it when other hosts may leave
 
     def start(self) -> None:
@@ -74,12 +78,12 @@ class Heartbeat:
         return None
 
     def _exchange(self) -> None:
-        """Sends this host's heartbeat and reads the counters of all hosts, once a period."""
-        keys = {machine: f"heartbeat/{ranks[0]}" for machine, ranks in self.hosts.items()}
-        own_key = keys[self.peers[self.rank].machine]
+        """Sends this host's heartbeat and reads the counters of the hosts that this rank watches,
+        once a period."""
+        keys = {machine: f"heartbeat/{self.hosts[machine][0]}" for machine in self.seen}
         while not self.closed.wait(self.period):
             with suppress(RuntimeError, dist.DistError):  # no answer: `_watch` notices
-                self.store.add(own_key, 1)
+                self.store.add(self.own_key, 1)
                 counts = self.store.multi_get(list(keys.values()))
                 self.store_answered = now = time.monotonic()
                 for machine, count in zip(keys, map(int, counts), strict=True):

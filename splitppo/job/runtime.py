@@ -35,8 +35,9 @@ class Runtime:
         shards: role -> the mesh over which its weights are sharded: the group's, or one of replica
             x shard.
         sets: role -> shape of a set -> the set that holds this rank.
-        saving: role -> process group of the same ranks over Gloo, for reading and writing
-            checkpoints.
+        saving: role -> process group over Gloo of this rank's replica of the weights, for reading
+            and writing checkpoints. writes: role -> whether it is the first replica, which writes
+            them.
         wire: process group of all ranks, for the channels alone.
         last_checkpoint: returns the newest complete checkpoint; None while there is none.
         work_done: event: all ranks have finished their work, and ranks may end.
@@ -113,6 +114,7 @@ class Runtime:
         self.shards: dict[Role, DeviceMesh] = {}
         self.sets: dict[Role, dict[SetShape, ModelSet]] = {}
         self.saving: dict[Role, Any] = {}
+        self.writes: dict[Role, bool] = {}
         for role, ranks in self.placement.groups.items():
             least, *_ = shapes = set_shapes.get(role, [SetShape()])
             held = torch.tensor(
@@ -124,8 +126,10 @@ class Runtime:
             if group and mesh:
                 self.groups[role], self.shards[role] = group, mesh
                 self.sets[role] = made
+            of_replicas = held.reshape(-1, held.shape[-1])
+            self.saving[role] = maker.line(of_replicas, backend="gloo")
             maker.made.clear()
-            self.saving[role] = maker.new_group(list(ranks), backend="gloo")
+            self.writes[role] = self.launch.rank in of_replicas[0]
 
     def broadcast(self, key: str, value: Callable[[], str], *, patience: float = 0.0) -> str:
         """Rank 0's value, which it alone computes. The others wait for it, `patience` seconds

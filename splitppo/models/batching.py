@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,18 +171,22 @@ def partition(
     each bin. With `sizes`, the items of a bin have at most `room` together, unless the bin holds
     one item. None: they don't fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    filled = np.zeros(count)
-    loads = np.zeros(count)
+    filled = [0] * count
     sizes = sizes or [0] * len(costs)
+    loads = [(0.0, k) for k in range(count)]  # a heap
     # of equal ones, the first comes first
     for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        full = (filled > 0) & (filled + sizes[i] > room)
-        k = int(np.where(full, np.inf, loads).argmin())
-        if full[k]:
+        full = []
+        while loads and 0 < filled[loads[0][1]] > room - sizes[i]:
+            full.append(heappop(loads))
+        if not loads:
             return None
+        load, k = loads[0]
+        heapreplace(loads, (load + costs[i], k))
         bins[k].append(i)
         filled[k] += sizes[i]
-        loads[k] += costs[i]
+        for bin_load in full:
+            heappush(loads, bin_load)
     return bins
 
 

@@ -125,18 +125,20 @@ def find_checkpoint(
 
 def plan_step(resolved: Resolved, runtime: Runtime, sampler: Sampler, step: int) -> StepPlan:
     """Who owns which slot in a step; every rank asks at the step's beginning. With windows it
-    depends on the open rows: rank 0, an actor, tells all others over the store how long they
-    are."""
+    depends on the open rows, whose lengths all actor ranks know: rank 0 tells the others over the
+    store."""
     config = resolved.config
     rollout = config.rollout
     sizes = data_parallel(config, resolved.placement)
     contexts: list[int] = []
     if rollout.window and sizes["actor"] > 1:
-        contexts = json.loads(
-            runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
-        )
-        # all ranks have read that one: to send its rows of a step, rank 0 needs the critic there
-        runtime.store.delete_key(f"contexts/{step - 3}")
+        contexts = sampler.contexts()
+        is_actor = "actor" in runtime.groups
+        if not resolved.placement.colocated and (runtime.launch.rank == 0 or not is_actor):
+            sent = runtime.broadcast(f"contexts/{step}", lambda: json.dumps(sampler.contexts()))
+            contexts = json.loads(sent)
+            # all have read that one: to send its rows of a step, rank 0 needs the critic there
+            runtime.store.delete_key(f"contexts/{step - 3}")
     return make_step_plan(
         sampler.streams,
         seed=config.seed,
@@ -207,7 +209,10 @@ class Run:
         for role in self.runtime.groups:
             learners = parts[role][0].learners
             group = self.runtime.saving[role]
-            self.savers[role] = Saver(learners, role, self.folder, group, committed=prune)
+            writes = self.runtime.writes[role]
+            self.savers[role] = Saver(
+                learners, role, self.folder, group, committed=prune, writes=writes
+            )
             if settings.every:
                 self.savers[role].allocate()
             if self.resumed:

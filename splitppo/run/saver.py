@@ -64,9 +64,10 @@ class Saver:
     """Writes a group's parts of checkpoints, one at a time, in a thread. Training waits only until
     `begin` has copied the tensors to host memory. The thread writes the files, then waits for
     `commit`: the step's metrics are on disk before its checkpoint is complete. `group`: Gloo
-    process group of the role's ranks; after `load`, this thread alone uses it. `committed`: the
-    group's first rank calls it after each complete part. `learners`: the one that the group trains,
-    if any."""
+    process group of the ranks that hold the weights once; after `load`, this thread alone uses it.
+    `writes`: whether these ranks write; of several replicas one does, since the first rank plans
+    for all that write. `committed`: the group's first rank calls it after each complete part.
+    `learners`: the one that the group trains, if any."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Saver:
         group: Any,
         *,
         committed: Callable,
+        writes: bool = True,
     ):
         self.learners = learners
         self.role = role
@@ -83,6 +85,7 @@ class Saver:
         self.group = group
         self.rank = dist.get_rank(group)
         self.committed = committed
+        self.writes = writes
         self.copies: Tensors = {}
         self.files: dict[str, torch.Tensor] = {}
         self.thread: threading.Thread | None = None
@@ -93,7 +96,7 @@ class Saver:
     def allocate(self) -> None:
         """Allocates the host memory: pinned for a GPU. This takes seconds, so call it before the
         first step."""
-        for kind, tensors in tensors_of(self.learners).items():
+        for kind, tensors in self._tensors().items():
             self.copies[kind] = {
                 name: offload.host_copy(tensor) for name, tensor in tensors.items()
             }
@@ -109,7 +112,7 @@ class Saver:
             learner.check_finite()
         if not self.copies:
             self.allocate()
-        for kind, tensors in tensors_of(self.learners).items():
+        for kind, tensors in self._tensors().items():
             for name, tensor in tensors.items():
                 sharding.local(self.copies[kind][name]).copy_(
                     sharding.local(tensor), non_blocking=True
@@ -120,6 +123,8 @@ class Saver:
                 torch.cuda.synchronize(learner.runner.device)
             learner.release_memory()
         self.step = step
+        if not self.writes:
+            return
         self.may_commit = threading.Event()
         self.thread = threading.Thread(target=self._write, args=(json.dumps(state),), daemon=True)
         self.thread.start()
@@ -146,6 +151,10 @@ class Saver:
                 f"the {self.role}'s part of checkpoint {step_folder(self.run_dir, self.step)} "
                 f"could not be written; earlier checkpoints are intact ({cause})"
             ) from self.error
+
+    def _tensors(self) -> Tensors:
+        """What this rank writes."""
+        return tensors_of(self.learners) if self.writes else {}
 
     def _write(self, state: str) -> None:
         part = step_folder(self.run_dir, self.step) / self.role

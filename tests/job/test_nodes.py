@@ -93,6 +93,15 @@ def test_a_host_that_falls_silent_ends_the_rank(watched):
     assert torchrun is None, "its store answers: torchrun can end by itself"
 
 
+@pytest.mark.parametrize(("hosts", "each"), [(2, 2), (127, 127), (128, 64), (512, 256)])
+def test_the_ranks_of_a_host_watch_all_hosts(hosts, each):
+    peers = [peer(f"n{host}") for host in range(hosts) for _ in range(2)]
+    beats = [heartbeat.Heartbeat(dist.HashStore(), peers, rank, 8.0) for rank in (2, 3)]
+    assert [len(beat.seen) for beat in beats] == [each, each]
+    assert {machine for beat in beats for machine in beat.seen} == {p.machine for p in peers}
+    assert {beat.own_key for beat in beats} == {"heartbeat/2"}
+
+
 def test_a_lost_store_ends_the_rank_and_its_torchrun(watched):
     ended, ours, _ = watched
 

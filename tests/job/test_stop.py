@@ -18,6 +18,7 @@ from runs import names
 from splitppo import train
 from splitppo.config import PlacementConfig
 from splitppo.config.cli import parse
+from splitppo.job import status
 from splitppo.job.nodes import Peer
 from splitppo.job.status import Status
 from splitppo.job.wire import WireError
@@ -97,6 +98,21 @@ def test_restarted_ranks_go_on_if_the_step_that_was_to_be_the_last_has_not_ended
     actor.answer_stop(3)
     assert critic.stopped_by(3)
     assert not actor.stopped_before_restart()
+
+
+@pytest.mark.parametrize(("ranks", "pause"), [(2, 0.01), (4096, 0.4096)])
+def test_many_ranks_ask_for_the_answer_less_often(ranks, pause, monkeypatch):
+    actor, critic = statuses()
+    critic.peers = critic.peers[:1] * ranks
+    pauses = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        actor.answer_stop(1)
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    assert critic.stopped_by(1) is None
+    assert pauses == [pytest.approx(pause)]
 
 
 def test_a_wait_for_an_answer_that_does_not_come_names_the_rank():

@@ -158,6 +158,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_under_any_placement(whole, tmp_p
         main_rank,
         [*argv, f"--run-dir={replicas}", "--placement.mode=colocated", "--fsdp.shard-size=2"],
     )
+    written = [*replicas.glob("checkpoints/*/*/__*")]
+    # by the first ones alone
+    assert {path.name[:4] for path in written} == {"__0_", "__1_"}
     more = after_step(replicas, 3, tmp_path / "more")
     run_ranks(3, main_rank, [*argv, f"--run-dir={more}", "--placement.critic=2"])
     for role in ("actor", "critic"):
