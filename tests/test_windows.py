@@ -259,7 +259,8 @@ class Drawing:
     def poll(self) -> list[Piece]:
         ask = self.asks.pop(0)
         tokens = range(ask.begun, ask.begun + ask.tokens)
-        return [Piece(ask.row, [*tokens], [-0.5] * ask.tokens, "limit")]
+        experts = bytes([ask.row % 256, 1, 2, 3]) * ask.tokens
+        return [Piece(ask.row, [*tokens], [-0.5] * ask.tokens, "limit", experts)]
 
 
 def sampler_of(
@@ -311,6 +312,9 @@ def test_every_rank_knows_the_rows_that_go_on():
     assert len({made_by["prompt"] for *_, made_by in first[2]}) == 3
     begun = second[3] + first[3]
     assert [[row.row, [*row.response], [*row.logprobs], [*row.stretches]] for row in begun] == rows
+    for row in begun:  # also where a row goes on on another rank
+        experts = [segment.experts for segment in row.segments]
+        assert b"".join(experts) == bytes([row.row, 1, 2, 3]) * row.tokens
     goes_on = sampler_of(OF_ROWS)
     goes_on.load_state(json.loads(json.dumps(first[2])))
     assert [goes_on.row(2, slot) for slot in range(3)] == begun

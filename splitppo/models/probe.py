@@ -62,12 +62,13 @@ def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool, cut: bo
 def find_undriven(config: PretrainedConfig) -> str:
     """Why nobody can say to which experts a policy's routers send tokens (`Load.replay`); "" if it
     can be said."""
+    driven = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for small in _small_copies(config):
             with suppress(Exception):  # this copy is too small for its type; the next one may do
-                if _drives(_random_model(small, "policy")):
-                    return ""
-    return f"the routers of type {config.model_type!r} choose in a way of their own"
+                driven = _drives(_random_model(small, "policy"))
+                break
+    return "" if driven else f"type {config.model_type!r} has routers that can't be driven"
 
 
 def _drives(model: Any) -> bool:
@@ -75,6 +76,8 @@ def _drives(model: Any) -> bool:
     ids = torch.randint(1, VOCABULARY, (1, 8))
     load = Load(model)
     load.drive()
+    if not load.routers:
+        return False
     model(input_ids=ids, use_cache=False)
     others = [(module.chosen + 1) % module.num_experts for module in load.experts]
     load.replay(load.packing.pack(torch.stack(others, 1)))

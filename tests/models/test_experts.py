@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from splitppo import algo
 from splitppo.config import LoraConfig, OptimConfig, PlacementConfig
+from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
 from splitppo.job.runtime import Runtime
+from splitppo.models import probe
 from splitppo.models.build import build, freeze, read_config
-from splitppo.models.experts import Packing, experts_of, routers_of, top_k
+from splitppo.models.experts import Load, Packing, experts_of, routers_of, top_k
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.learner import Learner
 from splitppo.models.lora import Adapter
@@ -34,6 +36,9 @@ from splitppo.models.trainable import Trainable, cost_of, count
 from splitppo.models.weights import fill, save, to_precision
 from splitppo.placement import place
 from splitppo.rollout import Episode, Rollout
+from splitppo.run import resolve as resolve_room
+from splitppo.run.checks import preflight, warnings
+from splitppo.run.resolve import _unreplayed, resolve
 
 FAMILIES = [name for name, (kind, _, _) in PLAIN.items() if "moe" in kind] + [
     *("mixtral", "gpt-oss", "qwen3-next", "deepseek-v3")
@@ -304,6 +309,56 @@ def test_a_token_meets_some_of_the_parameters() -> None:
     assert counts.trained == counts.parameters
     frozen = count(config, Trainable("policy", frozen=("router",)))
     assert frozen.trained == counts.parameters - 2 * 4 * 32
+
+
+@pytest.mark.parametrize("experts", [255, 256, 300])
+def test_experts_are_packed_in_a_byte_or_two(experts: int) -> None:
+    packing = Packing(3, 2, experts)
+    ids = torch.randint(0, experts, (5, 3, 2))
+    ids[0] = experts - 1
+    packed = packing.pack(ids)
+    assert packed.shape == (5, 8 if experts < 256 else 12)
+    assert torch.equal(packing.unpack(packed), ids.transpose(0, 1))
+    assert (packing.unpack(torch.full_like(packed, 255)) >= experts).all()
+
+
+def replaying(folder: Path, setting: str) -> tuple[bool, list[str]]:
+    """Whether a run replays the engine's experts, and its warnings; checks all else."""
+    short = ["--rollout.max-prompt-tokens=8", "--rollout.max-new-tokens=24"]
+    config = parse([f"--policy.path={folder}", f"--policy.replay-routing={setting}", *short])
+    placement = place(config.placement, world=1, local_world=1)
+    resolved = resolve(config, placement, 1, CPU, probe=False)
+    preflight(resolved)
+    return not resolved.unreplayed, [line for line in warnings(resolved) if "replay" in line]
+
+
+def test_routing_is_replayed_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, mixture = tmp_path / "dense", tmp_path / "mixture"
+    written(dense, configured("qwen3", {}))
+    written(mixture, configured("qwen3_moe", EXPERTS))
+    assert replaying(dense, "auto") == (False, [])
+    with pytest.raises(UserError, match="replay_routing=on: type 'qwen3' has no experts"):
+        replaying(dense, "on")
+    assert replaying(mixture, "off") == (False, [])
+    assert replaying(mixture, "auto") == replaying(mixture, "on") == (True, [])
+    _unreplayed.cache_clear()
+    monkeypatch.setattr(probe, "Load", Undriven)
+    with pytest.raises(UserError, match="replay_routing=on: type 'qwen3_moe' has routers"):
+        replaying(mixture, "on")
+    replays, said = replaying(mixture, "auto")
+    assert not replays
+    assert ["routers that can't be driven" in line for line in said] == [True]
+    policy: Any = SimpleNamespace(counts=SimpleNamespace(active=1, parameters=2))
+    monkeypatch.setattr(resolve_room, "vllm_version", lambda: "0.33.1")
+    assert "vLLM 0.33.1" in _unreplayed.__wrapped__("on", policy, "vllm")
+
+
+class Undriven(Load):
+    """Of routers that choose without `torch.topk`."""
+
+    def replay(self, packed: torch.Tensor | None) -> None: ...
 
 
 def test_the_experts_of_a_token_by_another_name() -> None:
