@@ -67,12 +67,12 @@ class PolicyConfig:
     (and a tied output layer), `body` (all but the output layer), or regular expressions searched in
     a weight's Hugging Face name."""
     replay_routing: Literal["auto", "on", "off"] = "auto"
-    """The engine tells to which experts of a mixture it sent each response token, and the trainer's
-    forward passes send it there, too, with weights of their own router. `auto`: if the engine tells
-    it, and the model's routers can be driven."""
+    """Routing replay for mixtures of experts: the trainer sends each response token to the experts
+    that the engine chose, weighted by its own router. `auto`: if the engine reports its choices and
+    the model's routers can be overridden."""
     router_aux_coef: float = 0.0
-    """Weight of the load-balancing loss of a mixture's pretraining: transformers' own for the
-    model's type, over the response tokens of each micro-batch. 0.001 is common. 0: off."""
+    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it for
+    the model type, over the response tokens of each micro-batch. 0.001 is common. 0: off."""
     offload: Offload = "auto"
     """What moves to pinned host memory while it is not needed. `none`: nothing. `optimizer`:
     AdamW's moments. `all`: also the weights' shards. `auto`: in a colocated run, as much as the

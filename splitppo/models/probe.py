@@ -68,7 +68,7 @@ def find_undriven(config: PretrainedConfig) -> str:
             with suppress(Exception):  # this copy is too small for its type; the next one may do
                 driven = _drives(_random_model(small, "policy"))
                 break
-    return "" if driven else f"type {config.model_type!r} has routers that can't be driven"
+    return "" if driven else f"type {config.model_type!r} has routers that can't be overridden"
 
 
 def _drives(model: Any) -> bool:

@@ -199,7 +199,7 @@ def _unreplayed(setting: str, policy: Model, engine: str) -> str:
     if policy.counts.active == policy.counts.parameters:
         return f"type {policy.config.model_type!r} has no experts to choose from"
     if engine == "vllm" and not (vllm_version() or "").startswith(TESTED):
-        return f"vLLM {vllm_version()} was not tried; {' and '.join(TESTED)}x tell experts"
+        return f"vLLM {vllm_version()} is untested; {' and '.join(TESTED)}x report experts"
     return find_undriven(policy.config)
 
 

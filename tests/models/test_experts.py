@@ -349,7 +349,7 @@ def test_routing_is_replayed_where_it_can_be(
         replaying(mixture, "on")
     replays, said = replaying(mixture, "auto")
     assert not replays
-    assert ["routers that can't be driven" in line for line in said] == [True]
+    assert ["routers that can't be overridden" in line for line in said] == [True]
     policy: Any = SimpleNamespace(counts=SimpleNamespace(active=1, parameters=2))
     monkeypatch.setattr(resolve_room, "vllm_version", lambda: "0.33.1")
     assert "vLLM 0.33.1" in _unreplayed.__wrapped__("on", policy, "vllm")
