@@ -227,7 +227,7 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
         "--steps=8",
     ]
     assert "resolved" in dry_run(parse(saved), Launch())
-    with pytest.raises(UserError, match=r"6 slots .* rollout\.window above 0"):
+    with pytest.raises(UserError, match=r"6 slots; set rollout\.window above 0"):
         dry_run(parse([*saved, "--rollout.window=0", "--force"]), Launch())
     for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
         with pytest.raises(
