@@ -107,11 +107,6 @@ class EngineConfig:
     until the trainer is known to fit beside vLLM."""
     eager: bool = False
     """Don't compile vLLM's model or capture CUDA graphs: starts faster, generates slower."""
-    keep_cache: bool = False
-    """Keep the KV cache of partial rollouts across weight syncs (with `rollout.window`), if the
-    engine stays awake (`sleep`). A row that continues is then not prefilled again, which takes a
-    fifth of a rollout of long rows. Its earlier tokens keep keys and values of earlier weights; the
-    engine's log-probs are those of this mixture."""
     steady: bool = True
     """Outside vLLM's scheduler, take tokens of rows that only need their next token in a short
     loop. Faster for small models with many rows; used with the vLLM versions that it was tested

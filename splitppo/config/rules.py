@@ -208,11 +208,6 @@ def _of_rollout(config: Config) -> Contradictions:
             "windows; unset one",
         ),
         (
-            config.engine.keep_cache and not window,
-            "engine.keep_cache keeps the cache of partial rollouts, and rollout.window=0 has none; "
-            "set rollout.window, or unset engine.keep_cache",
-        ),
-        (
             window and ppo.importance == "sequence",
             f"rollout.window={window} with ppo.importance=sequence: the weight of a whole row is "
             "mostly "

@@ -16,13 +16,7 @@ from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
 # settings that are for vLLM only, with their defaults
-FOR_VLLM = {
-    "tensor_parallel": 1,
-    "sleep": "auto",
-    "eager": False,
-    "keep_cache": False,
-    "steady": True,
-}
+FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
 # types whose output layer vLLM does not tie to the embedding
 UNTIED = ("glm4_moe", "olmoe", "qwen3_next")
 # vLLM raises lower temperatures to the first silently, and refuses higher ones

@@ -176,7 +176,6 @@ def start_vllm(
     tokenizer: PreTrainedTokenizerFast,
     max_rows: int,
     *,
-    keep_cache: bool = False,
     routes: bool = False,
     **changes: Any,
 ) -> Any:
@@ -190,7 +189,7 @@ def start_vllm(
     process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
         config=Config(
-            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True, keep_cache=keep_cache),
+            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
             rollout=RolloutConfig(max_new_tokens=1024, stop=stop),
         ),
         folder=str(folder),

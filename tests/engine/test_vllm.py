@@ -31,13 +31,11 @@ from test_engine import (
     Request,
     collect,
     llama_config,
-    make_tokenizer,
     plain_logits,
     random_llama,
     responses,
     run,
     some_requests,
-    start_vllm,
     stream,
 )
 from tiers import wide
@@ -54,8 +52,8 @@ from transformers import (
 from splitppo import train
 from splitppo.config import Config, EngineConfig, RolloutConfig
 from splitppo.config.cli import parse
-from splitppo.engine import Ask, row_seed, weight_names
 from splitppo.engine import build as start
+from splitppo.engine import row_seed, weight_names
 from splitppo.engine.vllm import client as trainer_side
 from splitppo.engine.vllm import host as vllm_host
 from splitppo.engine.vllm.host import graph_sizes
@@ -1098,41 +1096,3 @@ def test_an_engine_sleeps_if_the_trainer_will_need_more_than_is_left(
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
     options: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "peak": estimated}
     assert trainer_side.VLLMEngine(llama_config(), "", 0, None, **options)._fits() == fits
-
-
-@pytest.mark.vllm
-@ENGINES
-def test_a_kept_cache_is_of_the_rows_that_go_on(tmp_path: Path) -> None:
-    skip_without_vllm()
-    """With keep_cache, after a sync a row goes on from keys of the old weights. What begins then
-    has none of them, be it the same row once more, as in a validation."""
-    config = llama_config()
-    engine = start_vllm(tmp_path, config, make_tokenizer(), 2, keep_cache=True)
-    prompt = [FIRST + i % 7 for i in range(200)]
-
-    def draw(ids: list[int], begun: int) -> list[float]:
-        engine.begin(RolloutConfig(temperature=1.0, max_new_tokens=40), 7)
-        engine.submit([Ask(1, ids, begun, 20, may_stop=False)])
-        pieces = []
-        while engine.open:
-            pieces += engine.poll()
-        engine.abort()
-        drawn.append([*ids, *pieces[0].tokens])
-        return [*pieces[0].logprobs]
-
-    def errors(model: Any, logprobs: list[float]) -> float:
-        ids = drawn[-1]
-        right = plain_logits(model, ids).log_softmax(-1)[-21:-1]
-        wanted = right.gather(1, torch.tensor(ids[-20:])[:, None])[:, 0]
-        return float((torch.tensor(logprobs) - wanted).abs().max())
-
-    drawn: list[list[int]] = []
-    models = [random_llama(config, seed) for seed in (0, 1)]
-    try:
-        engine.load_weights(models[0].state_dict().items())
-        assert errors(models[0], draw(prompt, 0)) < CLOSE
-        engine.load_weights(models[1].state_dict().items())
-        assert errors(models[1], draw(drawn[0], 20)) > 100 * CLOSE  # a mixture
-        assert errors(models[1], draw(prompt, 0)) < CLOSE
-    finally:
-        engine.close()

@@ -92,17 +92,6 @@ def test_rows_of_several_ranks_gather_their_tokens_until_they_end():
     assert not rows.open
 
 
-def test_a_kept_cache_is_one_of_each_row():
-    """Parts of a row share it; a row that begins again, as in a validation, has a new one."""
-    engine = Engine()
-    rows = Rows(engine, [2], keep_cache=True)
-    salts = []
-    for row, begun in ((3, 0), (4, 0), (3, 8), (3, 0), (3, 2), (9, 5)):
-        rows.add(0, [Ask(row, [11, 12], begun, 8)], SAMPLING, 5)
-        salts.append(engine.asked[f"0/{row}"][0]["cache_salt"])
-    assert salts == ["0", "1", "0", "2", "2", "3"]
-
-
 def test_only_the_rows_of_the_rank_are_broken_off():
     engine = Engine([core("own 0/1", [5], [-1.0], "stop"), core("own 1/1", [6], [-2.0], "stop")])
     rows = Rows(engine, [2])

@@ -133,7 +133,7 @@ def start_llm(plan: Plan) -> tuple[Rows, str]:
         if plan.config.rollout.stop
         else None
     )
-    rows = Rows(llm, plan.eos, tokenizer, keep_cache=plan.config.engine.keep_cache)
+    rows = Rows(llm, plan.eos, tokenizer)
     installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
     if plan.config.engine.steady and installed.startswith(TESTED):
@@ -193,8 +193,7 @@ class Host:
     def verify(self, sums: Sequence[Sums]) -> tuple[list[str], list[str]]:
         """The names of tensors that the engine does not have completely, and of tensors that differ
         there."""
-        if not self.rows.keep_cache:
-            self._drain()  # the prefix cache holds keys of the old weights
+        self._drain()  # the prefix cache holds keys of the old weights
         return compare(sums, self.llm.collective_rpc("splitppo_report"))
 
     def sleep(self, levels: Sequence[int]) -> int:

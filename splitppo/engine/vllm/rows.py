@@ -4,7 +4,6 @@
 
 import functools
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 from splitppo.config import RolloutConfig
@@ -24,18 +23,10 @@ class Rows:
 
     Args:
         eos: ids that end a response. tokenizer: for stop strings; None: there are none.
-        keep_cache: whether a row that goes on after a sync finds its keys and values in vLLM's
-            cache, which nothing else may find there.
     """
 
-    def __init__(
-        self, llm: Any, eos: Sequence[int], tokenizer: Any = None, *, keep_cache: bool = False
-    ):
+    def __init__(self, llm: Any, eos: Sequence[int], tokenizer: Any = None):
         self.llm = llm
-        self.keep_cache = keep_cache
-        self._begun = count()
-        # of a row, by the seed of its rollout and its number: what sets its cached blocks apart
-        self._salts: dict[tuple[int, int], str] = {}
         self.eos = list(eos)
         self.open: dict[str, OpenPiece] = {}  # by request id
         self._find_stops = functools.cache(functools.partial(find_stops, tokenizer))
@@ -51,19 +42,10 @@ class Rows:
                 tokens=ask.tokens,
                 fixed=not ask.may_stop,
             )
-            prompt: dict[str, Any] = {"prompt_token_ids": list(ask.ids)}
-            if self.keep_cache:
-                prompt["cache_salt"] = self._salt(seed, ask)
+            prompt = {"prompt_token_ids": list(ask.ids)}
             name = self.llm.add_request(f"{rank}/{ask.row}", prompt, params)
             self.llm.output_processor.abort_requests([name], internal=True)  # in the front end only
             self.open[name] = OpenPiece(ask, rank=rank)
-
-    def _salt(self, seed: int, ask: Ask) -> str:
-        """The same for all parts of a row, and for no other row: validations repeat theirs."""
-        row = seed, ask.row
-        if not ask.begun or row not in self._salts:
-            self._salts[row] = str(next(self._begun))
-        return self._salts[row]
 
     def abort(self, rank: int) -> None:
         """Aborts a rank's rows."""
