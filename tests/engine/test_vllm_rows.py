@@ -52,7 +52,10 @@ def core(
     table = (
         None
         if logprobs is None
-        else SimpleNamespace(logprobs=np.array([[x, -9.0] for x in logprobs]))
+        else SimpleNamespace(
+            logprobs=np.array([[x, -9.0] for x in logprobs]),
+            logprob_token_ids=np.array([[0] for _ in logprobs], dtype=np.int32),
+        )
     )
     return SimpleNamespace(
         request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=ended
