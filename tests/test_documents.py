@@ -191,10 +191,10 @@ def test_an_entry_that_goes_is_noticed() -> None:
 def test_a_figure_that_changes_is_noticed() -> None:
     """By the page that is written from it, and by those that quote it."""
     text = HOME.read_text(encoding="utf-8")
-    changed = text.replace('"5,380"', '"5,390"')
+    changed = text.replace('"13,670 ', '"13,680 ')
     assert render_pages(changed) != WRITTEN
     other = {key: figures_of(entry) for key, entry in read_figures(changed)[1].items()}
-    assert "5,380" in " ".join(unknown_figures(PAGES["README.md"], other))
+    assert "13,670" in " ".join(unknown_figures(PAGES["README.md"], other))
     assert unknown_figures("It takes 3 s.", FIGURES) == ["3 s"]
     assert unknown_figures("<!-- definition -->\nIt takes 3 s at most.", FIGURES) == []
     assert unknown_figures("| | GiB |\n|---|---|\n| 7B | 60 |", FIGURES) == ["60"]

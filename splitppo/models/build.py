@@ -28,6 +28,7 @@ from splitppo.models.names import FolderNames
 
 # `both`: policy and value model over one body
 Kind = Literal["policy", "value", "reward", "both"]
+SCALE = "_scale_inv"  # ends the name of an FP8 weight's block scales
 ROUTER = r"\.(?:gate|router)\."  # of a mixture of experts
 # modules in which a layer mixes positions, as transformers calls them; those of linear attention,
 # too
@@ -45,9 +46,10 @@ def folder_error(folder: str | Path, problem: str, remedy: str) -> UserError:
 
 
 def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
-    """The model's configuration. With `own_code` the folder's Python code runs, here and where the
-    model is built; `auto_map` names it. Raises UserError if the folder has no readable config.json,
-    or holds a model that can't be read."""
+    """The model's configuration. An FP8 model has that of the plain one, since its weights are read
+    as floats. With `own_code` the folder's Python code runs, here and where the model is built;
+    `auto_map` names it. Raises UserError if the folder has no readable config.json, or holds a
+    model that can't be read."""
     if not (Path(folder) / "config.json").is_file():
         raise folder_error(
             folder,
@@ -69,11 +71,13 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         method = (
             quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         )
-        raise folder_error(
-            folder,
-            f"its weights are quantized ({method})",
-            "load it with transformers, dequantize() it and save_pretrained that",
-        )
+        if method != "fp8":
+            raise folder_error(
+                folder,
+                f"its weights are quantized ({method}), only fp8 is read",
+                "load it with transformers, dequantize() it and save_pretrained that",
+            )
+        delattr(config, "quantization_config")
     if not own_code and hasattr(config, "auto_map"):
         delattr(config, "auto_map")
     for name in vars(config):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from splitppo.errors import UserError
-from splitppo.models.build import folder_error
+from splitppo.models.build import SCALE, folder_error
 from splitppo.models.experts import experts_of
 from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
@@ -34,8 +34,27 @@ HEADED = (ValueModel, SharedModel)  # with a scalar head
 # types of stored tensors, as safetensors names them
 FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLE = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+FP8 = "F8_E4M3"
 # in config.json: what normalises a head's outputs (OpenRLHF's `mean` and `std`)
 MOMENTS = r"((score|reward|value|head|running)_)?(mean|std|var|deviation|variance)"
+
+
+def fp8_blocks(folder: str) -> list[int]:
+    """Rows and columns of an FP8 weight that have a scale in common; [] if all of it has one.
+    Raises a UserError if config.json names no such blocks."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    quantized = config.get("quantization_config") or {}
+    blocks = quantized.get("weight_block_size", [128, 128]) or []
+    if not isinstance(blocks, list) or [type(size) is int and size > 0 for size in blocks] not in (
+        [],
+        [True, True],
+    ):
+        raise folder_error(
+            folder,
+            f"config.json has weight_block_size = {json.dumps(blocks)}",
+            "write null, or two whole numbers",
+        )
+    return blocks
 
 
 def open_tensors(file: Path) -> Any:
@@ -109,6 +128,7 @@ class Stored:
         unexpected: tensors for which the model has no weight, though it has the module.
         unused: the other tensors, and files, that are not read.
         remedy: what helps if tensors and weights don't fit.
+        blocks: `fp8_blocks` of the folder.
     """
 
     folder: str
@@ -119,6 +139,7 @@ class Stored:
     unexpected: Sequence[str]
     unused: Sequence[str] = ()
     remedy: str = "it belongs to another model: take config.json and weights from the same one"
+    blocks: Sequence[int] = ()
 
     def check(self) -> None:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
@@ -155,7 +176,10 @@ class Stored:
             raise folder_error(
                 self.folder, f"weight {stored} is {shape}, but {due} in the model", self.remedy
             )
-        if kind not in (FLOATS if floats else WHOLE):
+        allowed = FLOATS if floats else WHOLE
+        if stored + SCALE in self.files:
+            allowed = (FP8,) if self._block(stored) else ()
+        if kind not in allowed:
             raise folder_error(
                 self.folder,
                 f"weight {stored} is stored as {kind}, so it is quantized or belongs to another "
@@ -163,9 +187,22 @@ class Stored:
                 f"use a folder of {', '.join(FLOATS)} weights",
             )
 
+    def _block(self, stored: str) -> list[int]:
+        """Rows and columns of an FP8 weight that have a scale in common: by config.json, or by the
+        number of scales. [] if its scales can't be read."""
+        shape = self._slice(stored).get_shape()
+        scales = self._slice(stored + SCALE)
+        grid = scales.get_shape() or [1] * len(shape)
+        if len(grid) != len(shape) or scales.get_dtype() not in FLOATS:
+            return []
+        parts = zip(shape, grid, strict=True)
+        block = [*self.blocks] or [max(size // max(count, 1), 1) for size, count in parts]
+        due = [math.ceil(size / part) for size, part in zip(shape, block, strict=True)]
+        return block if grid == due else []
+
     def notes(self) -> list[str]:
         """What the user should know of weights that can be read: which tensors are not used, which
-        are of another type than most, and what starts new."""
+        are FP8 or of another type than most, and what starts new."""
         read = self.made_of
         notes = []
         if (head := read.get(HEAD[0], HEAD)[0]) != HEAD[0]:
@@ -181,7 +218,11 @@ class Stored:
         kinds = {
             stored: self._slice(stored).get_dtype() for parts in read.values() for stored in parts
         }
-        return [*notes, *describe_kinds(kinds)]
+        if fp8 := [stored for stored in kinds if kinds[stored] == FP8]:
+            notes.append(f"{len(fp8)} weights are FP8 and are read as floats (dequantized)")
+        plain = {stored: kind for stored, kind in kinds.items() if kind != FP8}
+        scales = {stored + SCALE: self._slice(stored + SCALE).get_dtype() for stored in fp8}
+        return [*notes, *describe_kinds(plain | scales)]
 
     def check_moments(self) -> None:
         """Raises a UserError if a trained head's outputs are meant to be normalised by numbers that
@@ -219,17 +260,28 @@ class Stored:
                 )
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
-        """A part of a weight, or all of it. Of experts, those that the part has are read."""
+        """A part of a weight, or all of it, FP8 as float32. Of experts, those that the part has are
+        read."""
         tensors = self.made_of[name]
         if len(tensors) == 1:
-            return self._slice(tensors[0])[where or ...]
+            return self._read(tensors[0], where)
         experts, *shape = self.weights[name].shape
         each = len(tensors) // experts
         matrices = [
-            torch.cat([self._slice(stored)[...] for stored in tensors[expert * each :][:each]])
+            torch.cat([self._read(stored) for stored in tensors[expert * each :][:each]])
             for expert in range(experts)[where[0] if where else slice(None)]
         ]
         return torch.stack(matrices) if matrices else torch.empty(0, *shape)
+
+    def _read(self, stored: str, where: tuple[slice, ...] = ()) -> Tensor:
+        if stored + SCALE not in self.files:
+            return self._slice(stored)[where or ...]
+        weight = self._slice(stored)[:].float()
+        scales = self._slice(stored + SCALE)[...].float()
+        scales = scales.reshape(scales.shape or (1,) * weight.ndim)
+        for dim, size in enumerate(self._block(stored)):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        return (weight * scales)[where]
 
     def _slice(self, stored: str) -> Any:
         return self.files[stored].get_slice(stored)
@@ -270,7 +322,8 @@ def open_folder(folder: str, model: Any) -> Stored:
             )
         if name in known and (place is None or place < counts[name]):
             places.setdefault(name, {})[place] = source
-        else:
+        # a scale is read with its weight
+        elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
             of_module = name.split(".")[0] in modules and not re.search(
                 "|".join(names.ignored), name
             )
@@ -288,5 +341,12 @@ def open_folder(folder: str, model: Any) -> Stored:
         unused = [source for source in unused if (source,) not in made_of.values()]
     tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
     return Stored(
-        folder, model, files, weights, tied | made_of, others[True], [*unused, *other_files]
+        folder,
+        model,
+        files,
+        weights,
+        tied | made_of,
+        others[True],
+        [*unused, *other_files],
+        blocks=fp8_blocks(folder),
     )

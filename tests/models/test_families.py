@@ -319,6 +319,38 @@ def configure(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+def in_fp8(weights: dict[str, torch.Tensor]) -> None:
+    """As the published FP8 models are: matrices of layers in blocks of 16, each with the inverse of
+    its scale."""
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        blocks = weights[name].unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        weights[f"{name}_scale_inv"] = scale
+        weights[name] = (
+            (blocks / scale[:, None, :, None]).view_as(weights[name]).to(torch.float8_e4m3fn)
+        )
+
+
+def dequantized(weights: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in weights if name.endswith("_scale_inv")]:
+        main, scale = name.removesuffix("_scale_inv"), weights.pop(name)
+        blocks = weights[main].float().unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+        weights[main] = (blocks * scale[:, None, :, None]).view(weights[main].shape)
+
+
+def test_fp8_is_read_as_the_floats_that_it_stands_for(mesh: Any, tmp_path: Path) -> None:
+    for folder in (tmp_path / "fp8", tmp_path / "plain"):
+        written(folder, configured("qwen3", {}))
+        edited(folder, in_fp8)
+    edited(tmp_path / "plain", dequantized)
+    configure(
+        tmp_path / "fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}
+    )
+    preflown(tmp_path / "fp8")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    check_rows(tmp_path / "fp8", plain, mesh, packs=True)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "olmo", "qwen3_moe"])
 def test_a_value_model_is_written_and_read_again(kind: str, mesh: Any, tmp_path: Path) -> None:
     """As the library's token classification where there is one, else as body and head."""
@@ -391,7 +423,6 @@ def stacked(weights: dict[str, torch.Tensor]) -> Any:
 
 
 MXFP4 = {"quant_method": "mxfp4"}
-FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 # name -> (type, settings, what is done to the folder, what the line says)
 REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = {
@@ -401,10 +432,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
     "int8 without a word": (
         "llama", {}, lambda f: edited(f, stored_as(torch.int8)), "stored as I8",
     ),
-    "fp8": (
-        "qwen3", {}, lambda f: configure(f, quantization_config=FP8), "quantized .fp8.*dequantize",
-    ),
-    "fp8 without a word": (
+    "fp8 without scales": (
         "qwen3", {}, lambda f: edited(f, stored_as(torch.float8_e4m3fn)), "F8_E4M3",
     ),
     "longrope beyond": ("phi3", HALF | BEYOND, None, "32 together, more than the 16 .*longrope"),

@@ -2,6 +2,7 @@
 else."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import PLAIN, configure, configured, edited, written
+from test_families import PLAIN, configure, configured, edited, in_fp8, written
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -255,6 +256,51 @@ def test_bounds_that_are_none_are_a_short_line(wrong: Any, tmp_path: Path) -> No
     config = Config(value=ValueConfig(range=(0.0, 1.0)))
     with pytest.raises(UserError, match=r"^[^\n]*value_range="):
         describe(config, "value", "x", str(tmp_path), "")
+
+
+def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, configured("qwen3", {}))
+    edited(tmp_path, in_fp8)
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    configure(tmp_path, quantization_config=blocks)
+
+    def notes() -> list[str]:
+        config = read_config(str(tmp_path))
+        return check_folder(config, str(tmp_path), "policy", random_init=False)
+
+    assert "14 weights are FP8" in notes()[0]
+    name = "model.layers.1.mlp.up_proj.weight"
+    for scales in (
+        torch.ones(2), torch.ones(5, 2), torch.ones(2, 2), torch.ones(3, 2).to(torch.int8),
+    ):  # fmt: skip
+        edited(tmp_path, lambda weights, scales=scales: weights | {f"{name}_scale_inv": scales})
+        with pytest.raises(UserError, match=name):
+            notes()
+    edited(tmp_path, lambda weights: weights | {f"{name}_scale_inv": torch.full((3, 2), 2.0)})
+    model: Any = build(read_config(str(tmp_path)), "policy")
+    fill(model, str(tmp_path), CPU)
+    stored = load_file(tmp_path / "model.safetensors")[name].float()
+    up = model.get_parameter(name)
+    assert torch.equal(up, 2 * stored), "48 rows in blocks of 16"
+
+
+@pytest.mark.parametrize("shape", [(48, 1), (1, 32), (24, 2), ()])
+def test_fp8_scales_without_blocks_are_as_many_as_divide_the_weight(shape: tuple, tmp_path: Path):
+    written(tmp_path, configured("qwen3", {}))
+    edited(tmp_path, in_fp8)
+    configure(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": None})
+    name = "model.layers.1.mlp.up_proj.weight"
+    names = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("_scale_inv")]
+    scales = 1 + torch.arange(math.prod(shape)).float().reshape(shape)
+    plain = {key: torch.ones(()) for key in names}
+    edited(tmp_path, lambda weights: weights | plain | {f"{name}_scale_inv": scales})
+    model: Any = build(read_config(str(tmp_path)), "policy")
+    fill(model, str(tmp_path), CPU)
+    stored = load_file(tmp_path / "model.safetensors")[name].float()
+    wide = scales.reshape(shape or (1, 1))
+    for dim, size in enumerate(stored.shape):
+        wide = wide.repeat_interleave(size // wide.shape[dim], dim)
+    assert torch.equal(model.get_parameter(name), wide * stored)
 
 
 def test_two_folders_in_one_are_told_apart(tmp_path: Path) -> None:

@@ -78,12 +78,15 @@ def build_llm(plan: Plan) -> Any:
             **({} if engine.eager else {"cudagraph_capture_sizes": graph_sizes(plan.max_rows)}),
         }
     extension = "routes.RouteTeller" if plan.routes else "worker.WeightReceiver"
+    quantized = "quantization_config" in (Path(plan.folder) / "config.json").read_text()
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=plan.folder,
             trust_remote_code=plan.config.policy.trust_remote_code,
             skip_tokenizer_init=True,  # requests are ids
             load_format="dummy",
+            # the trainer sends floats, also where its folder holds FP8
+            hf_overrides={"quantization_config": None} if quantized else {},
             dtype=plan.dtype,
             max_model_len=plan.max_tokens,
             max_num_seqs=plan.max_rows,
