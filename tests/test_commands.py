@@ -28,13 +28,15 @@ SMALL = (
 
 
 def command(page: str, *parts: str) -> list[str]:
-    """The words of a page's only command with these parts, behind `-m splitppo.train` if that is in
-    it."""
+    """The words of a page's only command with these parts; of one that starts two ranks, the flags
+    of the trainer."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     (line,) = [
         line for line in lines if line.startswith("    ") and all(part in line for part in parts)
     ]
-    return shlex.split(line.partition("-m splitppo.train")[2] or line, comments=True)
+    return shlex.split(
+        re.sub(r"^ *splitppo train --nproc_per_node 2 (?=--)", "", line), comments=True
+    )
 
 
 def in_one_process(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
