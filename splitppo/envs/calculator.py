@@ -1,4 +1,4 @@
-"""The tool `calculator`: arithmetic without anything else of Python."""
+"""The tool `calculator`: evaluates arithmetic and nothing else of Python."""
 
 import ast
 import math

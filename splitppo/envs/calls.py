@@ -1,6 +1,5 @@
-"""How a policy writes calls of tools, and what reads them. No list of formats is complete, so the
-chat template writes some calls first, and a format must read them.
-"""
+"""Formats of tool calls, and their parsers. No list of formats is complete, so the chat template
+first writes some calls, and a format must parse them."""
 
 import itertools
 import json
@@ -100,8 +99,8 @@ PROBE_SCHEMA: dict[str, Any] = {
 
 
 def written_calls(render: Callable[..., str]) -> list[Written]:
-    """No call, one and two as a chat template writes them; [] if it does not show calls. `render`
-    gives a dialogue's text; it takes `add_generation_prompt` and raises UserError."""
+    """No call, one call and two calls as a chat template writes them; [] if it does not show calls.
+    `render` renders a dialogue; it takes `add_generation_prompt` and raises UserError."""
     prompt = render([ASKED])
     begun = prompt.rstrip()
     # the template may begin a thought that it does not show in a turn without one
@@ -145,7 +144,7 @@ def _messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def reads_all(read: CallReader, tokenizer: Any, written: Sequence[Written]) -> bool:
-    """Whether all calls are read as they were written, each in one of its ways at least."""
+    """Whether all calls are parsed as they were written, each in at least one of its forms."""
 
     def reads(calls: Sequence[Call], head: str, text: str) -> bool:
         ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (head, text))
@@ -157,7 +156,7 @@ def reads_all(read: CallReader, tokenizer: Any, written: Sequence[Written]) -> b
 
 
 def template_reader(tokenizer: Any, schemas: list[dict[str, Any]]) -> CallReader:
-    """Reads turns by the tokenizer's response template."""
+    """Parses turns with the tokenizer's response template."""
 
     def read(before: Sequence[int], sampled: Sequence[int]) -> Message:
         try:
@@ -174,7 +173,8 @@ def template_reader(tokenizer: Any, schemas: list[dict[str, Any]]) -> CallReader
 def text_reader(
     tokenizer: Any, schemas: list[dict[str, Any]], pattern: str, pair: str
 ) -> CallReader:
-    """Reads turns by a format's patterns. Raises UserError if `pattern` is none of a call."""
+    """Parses turns with a format's patterns. Raises UserError if `pattern` can't be used for
+    calls."""
     try:
         call = re.compile(pattern)
         # the thoughts behind it: so its groups have the numbers, and flags stand first
@@ -262,7 +262,7 @@ def _call(value: Any) -> Call:
 
 
 def validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    """What checks arguments by a tool's schema, the one that the policy is shown."""
+    """Checks arguments against a tool's schema, the one that the policy is shown."""
     return Draft202012Validator(_standard(schema["function"]["parameters"]))
 
 

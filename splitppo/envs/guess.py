@@ -1,9 +1,10 @@
-"""The environment `guess`: find a number by asking; each turn is rewarded by what it has found out.
+"""The environment `guess`: find a hidden number. Each turn is rewarded by the information it
+gained.
 
-The seed draws one of `NUMBERS` numbers from 0. The policy names one, and hears whether the number
-is higher or lower. The reward of a turn is the share of the number's `log2(NUMBERS)` bits that it
-has found out, so a row's turns add up to 1 when one number is left. A row's `extra_info` may hold
-other `numbers` and `turns`. Ten numbers: each is one token of the embedded model.
+The seed draws one of `NUMBERS` numbers from 0. The policy guesses, and learns whether the number is
+higher or lower. A turn's reward is the share of the number's `log2(NUMBERS)` bits that it revealed,
+so a row's rewards sum to 1 when one number is left. A row's `extra_info` may set other `numbers`
+and `turns`. With ten numbers each is one token of the embedded model.
 """
 
 import math
@@ -18,7 +19,7 @@ TURNS = 3  # most guesses: as many as the best player needs
 
 
 class Guess:
-    """One game. The guess is the first number in a message; a message without one finds out
+    """One game. The guess is the first number in a message; a message without a number reveals
     nothing."""
 
     def __init__(self, row: dict[str, Any], seed: int):

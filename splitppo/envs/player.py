@@ -1,5 +1,5 @@
-"""Plays the environments of a rank's rows: begins them, passes each turn's message on, and turns
-what they answer into tokens. The sampler says when, and appends."""
+"""Runs the environments of a rank's rows: starts them, passes them each turn's message, and turns
+their answers into tokens. The sampler decides when, and appends the tokens."""
 
 import itertools
 import json
@@ -26,8 +26,8 @@ from splitppo.workers import FAILING_STEPS, FLOAT32_MAX, Failure, describe, say_
 
 
 def turns_of(config: Config, tokenizer: Any) -> Turns | None:
-    """What makes tokens of an environment's messages, and messages of the policy's tokens; None
-    without environments. Raises UserError if the tools or the chat template can't be used."""
+    """The converter between an environment's messages and tokens; None without environments. Raises
+    UserError if the tools or the chat template can't be used."""
     env = config.env
     if not config.has_env:
         return None
@@ -41,7 +41,7 @@ def turns_of(config: Config, tokenizer: Any) -> Turns | None:
 
 def rehearse(config: Config, prompt: Prompt) -> list[str]:
     """Makes a prompt's environment, if there is one, and takes a step with an empty message.
-    Returns how the step failed, if it did. Raises UserError if the environment can't be made."""
+    Returns the failure of the step, if any. Raises UserError if the environment can't be made."""
     if not config.has_env:
         return []
     with closing(EnvPool(config.environment, 1)) as pool:
@@ -59,16 +59,17 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
 
 
 def check_turns(config: Config, turns: Turns | None, messages: Sequence[Any] | None) -> list[str]:
-    """Tries the chat template on turns behind a prompt's messages, if rows have turns and prompts
-    have messages. Returns what it needed. Raises UserError if it can't be used."""
+    """Tries the chat template on turns after a prompt's messages, if rows have turns and prompts
+    have messages. Returns notes about what the template needed. Raises UserError if it can't be
+    used."""
     if turns and messages:
         turns.check(messages, "tool" if config.env.tools else "user", config.env.rewritten)
     return turns.notes if turns else []
 
 
 def room_for_turns(config: Config, longest_prompt: int, most: int) -> int | None:
-    """`rollout.max_context` of rows with turns, by default what the models can read (`most`); None
-    for rows without. Raises UserError if it leaves no room after the longest prompt."""
+    """`rollout.max_context` of rows with turns, by default the models' context length (`most`);
+    None for rows without turns. Raises UserError if it leaves no room after the longest prompt."""
     context = config.rollout.max_context or most
     if config.has_env and longest_prompt >= context:
         raise UserError(
@@ -79,8 +80,7 @@ def room_for_turns(config: Config, longest_prompt: int, most: int) -> int | None
 
 
 def players_of(config: Config, tokenizer: Any) -> "list[Player] | list[SingleTurn]":
-    """What plays the environments of a rank's rows, and of its held-out rows; they share the
-    workers."""
+    """The players of a rank's rows and of its held-out rows, which share the workers."""
     if not (turns := turns_of(config, tokenizer)):
         return [SINGLE_TURN, SINGLE_TURN]
     pool = EnvPool(config.environment, config.reward.workers)
@@ -91,13 +91,13 @@ NOTHING = Segment(array(IDS), None)  # that is observed
 
 
 class Reply(NamedTuple):
-    """What an environment said to the last turn of a row, or before the first.
+    """An environment's answer to the last turn of a row, or its prompt.
 
     Attributes:
-        row: its number.
-        observed: the answer; the prompt if no turn waits for one.
-        reward: of the turn; of the whole row if the environment failed.
-        end: what has ended the row, if something has.
+        row: the row's number.
+        observed: the answer, or the prompt if no turn waits for an answer.
+        reward: reward of the turn, or of the whole row if the environment failed.
+        end: the reason why the row has ended, if it has.
     """
 
     row: int
@@ -125,10 +125,10 @@ class _Row:
 class Player:
     """The environments of a rank's rows.
 
-    One that fails at its beginning fails at the end of the row's first turn: a row without a token
-    can't be trained on. An environment that was made again, since its row goes on here or its
-    worker has ended, hears the row's turns again; it fails if it answers them otherwise. Tools hear
-    the last turn alone.
+    An environment that fails to start fails at the end of the row's first turn, because a row
+    without tokens can't be trained on. When an environment is made again, because its row has moved
+    here or its worker has ended, the row's turns are replayed; it fails if its answers differ.
+    Tools only get the last turn.
 
     Attributes:
         pool: has the environments; perhaps also those of another player.
@@ -154,8 +154,8 @@ class Player:
         self._figures: list[dict[str, float]] = []  # of each turn, answer and wait
 
     def ask(self, row: Episode, prompt: Prompt, seed: int) -> bool:
-        """Has the row's environment hear the turns that have ended, unless it has; it begins if it
-        is not here. Returns whether the row waits for a reply."""
+        """Sends the row's environment the turns that have ended, if it has not read them yet;
+        starts the environment if necessary. Returns whether the row waits for a reply."""
         ended = row.turns if row.awaits else row.turns[:-1]
         if row.segments and not (row.awaits or self._config.env.path):
             return False  # tools have no state: the row's record is all that it needs
@@ -176,8 +176,7 @@ class Player:
         return True
 
     def poll(self, rows: Mapping[int, Episode], timeout: float) -> list[Reply]:
-        """What has been said to these rows, which wait. Waits so many seconds for the first
-        reply."""
+        """The replies for these waiting rows. Waits up to this many seconds for the first reply."""
         answers = {number: self._rows[number].answer for number in rows}
         began = time.monotonic()
         wait(answers.values(), timeout, FIRST_COMPLETED)
@@ -185,7 +184,7 @@ class Player:
         return [self._reply(rows[row]) for row, answer in answers.items() if answer.done()]
 
     def end(self, row: int) -> None:
-        """The row has ended, or goes on elsewhere. A call that is under way is waited for."""
+        """The row has ended, or moves to another rank. A call in progress is waited for."""
         if one := self._rows.pop(row, None):
             one.answer.add_done_callback(lambda _: self.pool.end(one.key))
 
@@ -199,9 +198,8 @@ class Player:
         self.pool.close()
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Sums and failures since the last call. Of the sums, `turns` counts the turns that were
-        answered, `perf/env_s` is what environments took, `perf/env_wait_s` what the engine had no
-        row for."""
+        """Sums and failures since the last call. `turns` counts answered turns, `perf/env_s` is the
+        time that environments took, `perf/env_wait_s` the time in which the engine had no row."""
         figures = self._figures
         failures = self.failures
         self._figures = []
@@ -214,9 +212,9 @@ class Player:
         return sums, failures
 
     def metrics(self, group: Any) -> dict[str, float]:
-        """What the environments have done since the last call, over all ranks of a `Group`, which
-        call it. The first rank prints failures. Raises UserError if none has given an answer for
-        some steps."""
+        """Metrics of the environments since the last call, over all ranks of a `Group`, which call
+        it. The first rank prints failures. Raises UserError if no environment has answered for some
+        steps."""
         sets = group.all_gather(group.gather_set(self.take()))
         sums, failures = zip(*(part for ranks in sets for part in ranks), strict=True)
         waited = max(of_rank.pop("perf/env_wait_s", 0.0) for of_rank in sums)

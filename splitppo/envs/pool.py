@@ -29,7 +29,7 @@ MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may ha
 def load(
     env: EnvConfig, schemas: Sequence[dict[str, Any]] = ()
 ) -> tuple[Callable[[dict[str, Any], int], Any], bool]:
-    """What makes a row's environment, and whether its steps are async. `schemas` are those of its
+    """The factory of a row's environment, and whether its steps are async. `schemas`: those of its
     tools, or none. Raises UserError if there is no such class or tool, its import fails, or it
     lacks a method."""
     if not env.path:
@@ -84,19 +84,19 @@ def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game
 
 
 class EnvPool(Pool):
-    """The environments of a rank's open rows. A worker has several. Plain ones take their steps one
-    after another; those with `async def step` all at once.
+    """The environments of a rank's open rows. Each worker has several. Environments with a plain
+    `step` run one after another, those with `async def step` concurrently.
 
-    If its worker has ended, an environment is made and played again in the next one. If a worker
-    ends or has no memory left during a step, that step is taken once more, without any other row
-    in the process. So what a row gets follows from its seed, its data and the messages, whatever
-    runs beside it. Tools have no state: only the last message is played, in any process.
+    If a worker has ended, its environments are made and replayed in the next worker. If a worker
+    ends or runs out of memory during a step, the step is repeated once, alone in a process. So a
+    row's answers depend on its seed, its data and the messages, not on other rows. Tools have no
+    state, so only the last message is sent, to any process.
 
     Args:
-        env: what the environments are, and the seconds for a step, or to make one. Raises UserError
-            as `load` does.
-        workers: processes.
-        memory: bytes that a worker, and each process that it starts, may have of its own; 0: any.
+        env: the environments, and the time limit of a step or of making one. Raises UserError as
+            `load` does.
+        workers: number of processes.
+        memory: most bytes of a worker, and of each process that it starts. 0: no limit.
     """
 
     def __init__(self, env: EnvConfig, workers: int, memory: int = MEMORY):
@@ -117,15 +117,16 @@ class EnvPool(Pool):
     def play(
         self, key: int, row: dict[str, Any], seed: int, messages: Sequence[Message]
     ) -> Future[list[Any] | Failure]:
-        """What the row's environment says to the last of the assistant's messages: `[Turn]`. If it
-        is not in its worker, it is made and hears them all: `[the messages of reset, Turn, ...]`;
-        tools hear the last one.
+        """The environment's answer to the last of the assistant's messages: `[Turn]`. If the
+        environment is not in its worker, it is made and gets all messages: `[the messages of reset,
+        Turn, ...]`. Tools only get the last one.
 
         The future raises UserError if a worker can't import the files.
 
         Args:
-            key: any number that no other open row has.
-            row: the columns of the data. seed: of the environment.
+            key: a number that no other open row has.
+            row: the columns of the data row.
+            seed: the environment's seed.
         """
         if key not in self._held:
             self._held[key] = min(self._workers, key=lambda worker: worker.rows)
@@ -137,8 +138,8 @@ class EnvPool(Pool):
         return self._run(self._play(self._held[key], calls))
 
     def end(self, key: int) -> None:
-        """Has the environment closed, if it has begun, and does not wait. For each key once, also
-        after a failure, when nothing of the row is under way. An error costs nothing here."""
+        """Closes the environment, if it was started, without waiting. Call it once for each key,
+        also after a failure, when nothing of the row is in progress. Errors are ignored."""
         if worker := self._held.pop(key, None):
             worker.rows -= 1
             self._run(worker.call("close", key))

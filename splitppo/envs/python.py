@@ -1,4 +1,4 @@
-"""The tool `python`: runs a program of the policy's in a jail (jail.py), with limits."""
+"""The tool `python`: runs a program of the policy in a jail (jail.py), with limits."""
 
 import functools
 import json
@@ -22,8 +22,8 @@ _JAIL = str(Path(__file__).with_name("jail.py"))
 
 
 def python_tool(*, network: bool = False) -> Callable[[str], str]:
-    """The function `python`, once a program has run here. Raises UserError if this machine can't
-    keep programs apart from itself. With `network` they use the machine's network."""
+    """The function `python`, after a test program has run. Raises UserError if this machine can't
+    isolate programs. With `network` they use the machine's network."""
     try:
         if (printed := run_program("print(1)", network=network)) != "1\n":
             raise RuntimeError(one_line(printed))
@@ -51,8 +51,8 @@ def python_tool(*, network: bool = False) -> Callable[[str], str]:
 
 
 def run_program(code: str, *, network: bool = False, seconds: int = SECONDS) -> str:
-    """What a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or did not
-    end well. Raises RuntimeError if this machine allows no jail."""
+    """Returns what a program prints, cut to `OUTPUT` bytes, and a line in brackets if it was cut or
+    failed. Raises RuntimeError if this machine allows no jail."""
     calls = seccomp_filter(platform.machine()).hex()
     process: Any = subprocess.Popen(
         [

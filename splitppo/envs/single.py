@@ -8,8 +8,8 @@ from splitppo.rollout import Episode, Prompt
 
 
 class SingleTurn:
-    """In the place of a `Player` (player.py) where there is no environment: nobody answers a turn,
-    so a row ends at its first one, and none waits."""
+    """Takes the place of a `Player` (player.py) where there is no environment: nobody answers a
+    turn, so a row ends with its first turn and none waits."""
 
     answers = False
     render = None

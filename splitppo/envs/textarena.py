@@ -9,11 +9,11 @@ from splitppo.envs import Message, Turn
 
 
 class Game:
-    """One game, rewarded in its last turn. The policy hears what the game says since the last turn;
-    textarena's wrappers would say the whole dialogue again.
+    """One game, rewarded in its last turn. The policy reads what the game says since the last turn;
+    textarena's wrappers would repeat the whole dialogue.
 
-    Games draw from Python's generator, as do those of other rows in between: so each turn has a
-    seed of its own.
+    Games draw from Python's global generator, which games of other rows use in between. So each
+    turn has its own seed.
     """
 
     def __init__(self, name: str, settings: str, row: dict[str, Any], seed: int):

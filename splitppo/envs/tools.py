@@ -2,7 +2,7 @@
 
     env.tools = ["tools.py:multiply", "python", "calculator"]
 
-The rank has the tokenizer, so it makes the schemas and reads the calls in what was sampled
+The rank has the tokenizer, so it makes the schemas and parses the calls in sampled turns
 (`call_reader`). The worker has the functions, so it checks the arguments and runs them (`ToolEnv`).
 """
 
@@ -37,9 +37,9 @@ Tool = Callable[..., Any]
 
 @functools.cache  # once a process: for `python` a jail is tried
 def load_tools(names: tuple[str, ...], *, network: bool = False) -> Mapping[str, Tool]:
-    """The functions by the names under which the policy calls them. `network`: `python` may use it.
-    Raises UserError if there is none of a name, two have the same one, or `python` can't be kept
-    apart from the machine here."""
+    """The functions by the names under which the policy calls them. `network`: whether `python` may
+    use the network. Raises UserError if a tool does not exist, two have the same name, or this
+    machine can't isolate `python`."""
     built_in = {"calculator": lambda: calculator, "python": lambda: python_tool(network=network)}
     by_name: dict[str, Tool] = {}
     for named in names:
@@ -55,8 +55,8 @@ def load_tools(names: tuple[str, ...], *, network: bool = False) -> Mapping[str,
 
 
 def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """The tools as a chat template gets them, in JSON schema. Raises UserError if a function lacks
-    a type hint or its docstring's words on a parameter."""
+    """The tools' JSON schemas, as chat templates take them. Raises UserError if a function lacks a
+    type hint, or its docstring lacks a parameter's description."""
     from transformers.utils import get_json_schema  # workers do without transformers
 
     schemas = []
@@ -74,8 +74,8 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 
 
 def instructions(schemas: Sequence[Mapping[str, Any]], call_format: str = "auto") -> str:
-    """What tells a model about the tools whose chat template does not read `tools`. How to write a
-    call of another format is the user's to say (`data.system`)."""
+    """A text about the tools for models whose chat template takes no `tools`. For other call
+    formats the user describes them (`data.system`)."""
     functions = (json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
     text = "\n".join(["You may call these functions:", *functions])
     if call_format not in ("auto", "hermes"):
@@ -92,16 +92,17 @@ def call_reader(
     call_format: str = "auto",
     written: Sequence[Written] | None = None,
 ) -> CallReader:
-    """What reads an assistant's message and its calls from what was sampled. Calls in thoughts are
-    none.
+    """Returns a parser of sampled turns: the assistant's message and its calls. Calls inside
+    thoughts do not count.
 
     Args:
-        schemas: of the tools.
-        call_format: a name of `FORMATS`, or a regular expression with such groups. `auto`: what
-            reads `written`, the tokenizer's response template, if it has one, or one of `FORMATS`.
-        written: as the chat template writes calls (`written_calls`); None: it writes none.
+        schemas: schemas of the tools.
+        call_format: a name of `FORMATS`, or a regular expression with such groups. `auto`: the
+            format that parses `written`: the tokenizer's response template, or one of `FORMATS`.
+        written: calls as the chat template writes them (`written_calls`). None: it writes none.
 
-    Raises UserError if there are tools and `written` is not read, or the expression can't be used.
+    Raises UserError if there are tools and `written` can't be parsed, or the expression can't be
+    used.
     """
     names = FORMATS if call_format == "auto" else [call_format]
     known = [*schemas, PROBE_SCHEMA]
@@ -128,20 +129,20 @@ def call_reader(
 
 
 def parses(message: Message) -> bool:
-    """Whether a message has calls, and all of them can be read."""
+    """Whether a message has calls, and all of them can be parsed."""
     return bool(message.tool_calls) and not any(call.error for call in message.tool_calls)
 
 
 class ToolEnv:
-    """The environment of a row with tools: runs the calls in a message, and answers each with a
-    `tool` message. It is over when a message has no call.
+    """The environment of a row with tools: runs the calls in a message and answers each with a
+    `tool` message. The episode ends with a message without calls.
 
-    An error of a call (its text, name or arguments, or what the function raises) is an answer that
-    the policy can read. `format_reward` is for the first turn of the row whose calls all parse:
-    once, or calling would pay without end.
+    If a call can't be parsed, names no tool, has wrong arguments or raises, the policy reads the
+    error as the answer. `format_reward` is paid once per row, for the first turn whose calls all
+    parse; otherwise every further call would pay.
 
     Args:
-        schemas: of the tools; transformers makes them if they are left out.
+        schemas: schemas of the tools. Left out: transformers makes them.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""What stands between two turns of a row, in tokens.
+"""The tokens between two turns of a row.
 
-Ids that were sampled stay as they were sampled: nothing is decoded and tokenised again. What the
-chat template puts between the end of an assistant's text and the start of the next one is the
-difference of its output around a placeholder. It is tokenised once, on its own, and appended.
+Sampled ids stay as they are: nothing is decoded and tokenised again. The text that the chat
+template puts between the end of an assistant's text and the start of the next one is the difference
+of the template's output around a placeholder. It is tokenised once, on its own, and appended.
 
-Control tokens are the template's to write: the text of one in what an environment says becomes
-ordinary tokens.
+Only the template may write control tokens: their text in an environment's answer becomes ordinary
+tokens.
 """
 
 import json
@@ -39,13 +39,12 @@ class Turns:
     """Renders dialogues by a tokenizer's chat template, or without one as `PLAIN` does.
 
     Args:
-        tools: schemas for the template's `tools`.
+        tools: schemas, for the template's `tools`.
         call_format: as for `call_reader`.
         arguments: `data.chat_kwargs`.
 
     Attributes:
-        instructions: for a template that does not read `tools`: text about them, which goes to the
-            system message.
+        instructions: text about the tools for the system message, if the template takes no `tools`.
         notes: lines for the user about what this template needed.
     """
 
@@ -101,8 +100,8 @@ class Turns:
         self._ends = {*special, *self._end[-1:]}  # ids that may end a turn
 
     def render(self, messages: Messages, **columns: Any) -> str:
-        """The text of a row's prompt, with the tools, up to where the policy speaks. Raises
-        UserError if the row has `columns` that say what the template shows there."""
+        """The text of a row's prompt, with the tools, up to the policy's turn. Raises UserError if
+        the row has `columns` that the template would show there."""
         if columns:
             raise UserError(
                 f"the row has a column {min(columns)}, which the environment (env.tools, env.path) "
@@ -115,8 +114,8 @@ class Turns:
         return self._encode(messages, self.render, self._first_ids)
 
     def spoken(self, before: Sequence[int], sampled: Sequence[int]) -> Message:
-        """What the policy said in a turn, and its calls; `before`: the row's ids up to there. Half
-        characters become U+FFFD."""
+        """The policy's message in a turn, with its calls. `before`: the row's ids up to the turn.
+        Lone surrogates become U+FFFD."""
         said = self._read_calls(before, sampled)
         calls = [(call.name, call.arguments, call.id, call.error) for call in said.tool_calls]
         text = json.dumps([said.content, calls], ensure_ascii=False)

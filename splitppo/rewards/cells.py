@@ -1,4 +1,4 @@
-"""A reward function of a notebook's cell as a file, with what it uses of other cells."""
+"""Writes a reward function of a notebook's cell to a file, with what it uses from other cells."""
 
 import ast
 import hashlib
@@ -17,8 +17,8 @@ FOLDER = Path("runs", "cells")
 
 def write_cell(name: str, cells: Mapping[str, Any]) -> str:
     """Writes the function `name` of `cells`, the names that a notebook's cells have bound, into a
-    file in FOLDER. The same text is the same file. Returns its path. Raises UserError if the
-    function uses what no file can hold."""
+    file in FOLDER, and returns its path. Equal texts share a file. Raises UserError if the function
+    uses something that can't be written to a file."""
     text = "\n".join(_texts(name, cells, name, set()))
     path = FOLDER / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ Outcome = tuple[float, dict[str, float], Spans | None] | Failure
 
 def check_rewards(functions: Sequence[str], setting: str = "reward.function") -> bool:
     """Checks the functions before any model is loaded: imports their files and looks them up.
-    Returns whether some are async. Raises UserError if there is no such rule, file or function, its
+    Returns whether any is async. Raises UserError if a rule, file or function does not exist, its
     signature is wrong, the import fails, or a rule lacks its library."""
     named = [function for function in functions if function not in ("auto", "none")]
     imported = [find_function(function, setting) for function in named]
@@ -71,13 +71,13 @@ def check_rewards(functions: Sequence[str], setting: str = "reward.function") ->
 
 
 def scored_by(function: str, data_source: str) -> str:
-    """The function that scores rows of a data source where `reward.function` has `function`."""
+    """The function that scores rows of a data source if `reward.function` is `function`."""
     return BY_DATA_SOURCE[data_source.partition(":")[0]] if function == "auto" else function
 
 
 def find_function(function: str, setting: str = "reward.function") -> RewardFunction:
-    """The function of a name: a rule or `path/to/file.py:name`. Raises UserError as check_rewards
-    does."""
+    """Looks up a function by name: a rule or `path/to/file.py:name`. Raises UserError as
+    check_rewards does."""
     wrong = f"{setting}={function}:"
     if function in NEEDS:
         module, package = NEEDS[function]
@@ -112,9 +112,9 @@ def handler_of(names: Sequence[str]) -> Handler:
 
 
 def name_function(function: RewardFunction) -> str:
-    """FILE:NAME, by which `find_function` finds a function; one of a notebook's cell is written to
-    a file. Raises UserError if it does not stand at the top level of a .py file or a cell under its
-    own name: a lambda, a nested function, a method, functools.partial."""
+    """FILE:NAME, by which `find_function` finds a function. A function of a notebook's cell is
+    written to a file. Raises UserError unless it is defined at the top level of a .py file or a
+    cell under its own name: no lambda, nested function, method or functools.partial."""
     name = getattr(function, "__qualname__", repr(function))
     module = sys.modules.get(getattr(function, "__module__", ""))
     is_there = getattr(module, name, None) is function
@@ -130,8 +130,8 @@ def name_function(function: RewardFunction) -> str:
 
 
 def asks_for(function: RewardFunction) -> set[str]:
-    """Those of `prompt` and `messages` that are parameters of the function. One that
-    functools.partial has filled does not count."""
+    """Those of `prompt` and `messages` that are parameters of the function, except those that
+    functools.partial has filled."""
     with suppress(TypeError, ValueError):  # no function at all, or one written in C
         parameters = inspect.signature(function).parameters.keys()
         return {"prompt", "messages"} & parameters - getattr(function, "keywords", {}).keys()
@@ -139,8 +139,8 @@ def asks_for(function: RewardFunction) -> set[str]:
 
 
 def display_names(functions: Sequence[str]) -> list[str]:
-    """A short name for each: the rule or the function in the file; if two are equal
-    `file.function`, or the whole."""
+    """A short name of each function: the rule, or the function in the file. Of equal names
+    `file.function`, or the whole path."""
     short = [function.rpartition(":")[2] for function in functions]
     longer = [Path(function).name.replace(".py:", ".") for function in functions]
     return [
@@ -150,9 +150,10 @@ def display_names(functions: Sequence[str]) -> list[str]:
 
 
 def read_result(result: Any, text: str = "") -> Outcome:
-    """The score in a function's result, and the other numbers and `spans` if the result is a dict.
-    Texts in a dict are left out. A Failure if there is no score, two names are the same text, a
-    number is NaN or infinite in float32, or a span does not end in `text`, which was scored."""
+    """The score in a function's result, and, if the result is a dict, its other numbers and
+    `spans`. Texts in a dict are ignored. Returns a Failure if there is no score, two names are the
+    same text, a number is NaN or infinite in float32, or a span does not end inside `text`, the
+    scored text."""
     parts = result if isinstance(result, Mapping) else {"score": result}
     # verl's functions also return the parsed answer, a text
     parts = {

@@ -1,4 +1,4 @@
-"""Scored rows as they are written to the run's folder."""
+"""Scored rows, in the form in which the run's folder stores them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""What the scores of a validation say: means, pass@k."""
+"""Metrics of a validation's scores: means and pass@k."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class Response:
-    """What the metrics need of a response. `cut`: at max_new_tokens; `failed`: its reward."""
+    """What the metrics need of a response. `cut`: whether it was cut at max_new_tokens. `failed`:
+    whether its reward failed."""
 
     row: int
     score: float
