@@ -95,9 +95,10 @@ class EngineConfig:
     """`vllm`: vLLM, in its own process. `hf`: transformers, in the rank's process. `auto`: vllm on
     GPUs if it is installed, else hf."""
     max_rows: int = 512
-    """Most rows that an actor rank decodes at once. Further rows wait."""
+    """Maximum number of rows that an actor rank decodes at once. Further rows wait."""
     tensor_parallel: int = 1
-    """Actor ranks (GPUs) of one node that share an engine. Each holds a part of its weights."""
+    """Number of actor ranks (GPUs) of one node that share an engine. Each holds a part of its
+    weights."""
     memory_fraction: float = 0.5
     """Largest fraction of a GPU's memory that vLLM may use. It allocates what its weights and its
     rows' KV cache need."""
@@ -124,8 +125,8 @@ class ComputeConfig:
     """Precision of forward and backward passes. Weights and reductions stay float32. `auto`:
     bfloat16 on GPUs."""
     micro_batch_tokens: int = 16384
-    """Most tokens per rank in one forward and backward pass, including padding. A longer row is a
-    micro-batch of its own."""
+    """Maximum number of tokens per rank in one forward and backward pass, including padding. A
+    longer row is a micro-batch of its own."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Concatenate rows without padding. `auto`: on GPUs in bfloat16 if the model's attention allows
     it, and with `fsdp.sequence_parallel`."""
@@ -217,7 +218,7 @@ class Config:
     nodes: int = 1
     """Nodes to plan for in a dry run."""
     timeout: float = 1800.0
-    """Longest wait for another rank, in seconds. After it the run ends and reports what each rank
+    """Maximum wait for another rank, in seconds. After it the run ends and reports what each rank
     was doing."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

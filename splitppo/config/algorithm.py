@@ -33,7 +33,7 @@ class DataConfig:
     chat_kwargs: str = "{}"
     """Further arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
     max_rows: int | None = None
-    """Most training prompts to use, drawn at random from all files. Unset: all."""
+    """Maximum number of training prompts, drawn at random from all files. Unset: all."""
     overlong: Literal["refuse", "filter", "cut"] = "refuse"
     """What to do with prompts over `rollout.max_prompt_tokens`, if it is set: refuse the run, drop
     the row, or cut the prompt's first tokens."""
@@ -43,7 +43,7 @@ class DataConfig:
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256
-    """Most held-out prompts to use, the first ones."""
+    """Maximum number of held-out prompts, the first ones."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class RolloutConfig:
     samples: int = 1
     """Responses per prompt. A step has `batch_size / samples` prompts."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens; see `data.overlong` for longer ones. Unset: the longest prompt of
-    the data."""
+    """Maximum length of a prompt, in tokens; see `data.overlong` for longer prompts. Unset: the
+    longest prompt of the data."""
     max_new_tokens: int = 512
-    """Most response tokens of a row, over all its turns. A longer row is cut there."""
+    """Maximum number of response tokens of a row, over all its turns. A longer row is cut there."""
     max_context: int | None = None
-    """Most tokens of a row with an environment: prompt, response tokens and answers. Unset: the
-    models' context length."""
+    """Maximum number of tokens of a row with an environment: prompt, response tokens and answers.
+    Unset: the models' context length."""
     temperature: float = 1.0
     """Sampling temperature. All log-probs are computed at this temperature."""
     top_p: float = 1.0
@@ -125,14 +125,14 @@ class EnvConfig:
     settings: str = "{}"
     """Settings of a textarena game, as a JSON object: '{"max_turns": 5}'."""
     max_turns: int = 16
-    """Most turns of a row."""
+    """Maximum number of turns of a row."""
     max_turn_tokens: int | None = None
-    """Most tokens that the policy samples in a turn. A longer turn ends there, and the environment
-    answers it. Unset: no limit per turn."""
+    """Maximum number of tokens that the policy samples in a turn. A longer turn ends there, and the
+    environment answers it. Unset: no limit per turn."""
     max_observation_tokens: int = 2048
-    """Most tokens of an answer. A longer answer is cut and says so."""
+    """Maximum number of tokens of an answer. A longer answer is cut and says so."""
     timeout: float = 60.0
-    """Longest time for an answer, in seconds. After it the row ends with `reward.failed_score`."""
+    """Time limit of an answer, in seconds. After it the row ends with `reward.failed_score`."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class RewardConfig:
     as many for async functions. Actor ranks have as many for held-out rows, and for
     environments."""
     timeout: float = 60.0
-    """Longest time per row and function, in seconds. A slower call fails: its process is replaced,
-    or the async call is cancelled."""
+    """Time limit per row and function, in seconds. A slower call fails: its process is replaced, or
+    the async call is cancelled."""
     concurrency: int | None = None
-    """Most concurrent calls of async functions, on each rank that scores rows. Unset: one per
-    row."""
+    """Maximum number of concurrent calls of async functions, on each rank that scores rows. Unset:
+    one per row."""
     failed_score: float = 0.0
     """Score of a function that failed: a time-out, an exception, or a result that is not a finite
     number. Also the score of a row whose environment failed."""
