@@ -238,6 +238,7 @@ def act_rank(group: Group) -> tuple:
         return steps[: len(given)]
 
     learner: Any = SimpleNamespace(
+        model=SimpleNamespace(load=None),
         runner=runner,
         updates=0,
         waited=0,
@@ -260,7 +261,9 @@ def act_rank(group: Group) -> tuple:
     )
     plans = [replace(owned, step=step, mini_batches=((0, 1, 2, 3),)) for step in range(4)]
     sampler = Sampler(4, lambda row: Prompt("", [1], "", "", {}), limit=9)
-    policy = Policy(context, learner, cast(Any, max), reference, dtype=torch.bfloat16)
+    outputs: Any = lambda: None  # noqa: E731
+    outputs.replays = False
+    policy = Policy(context, learner, outputs, reference, dtype=torch.bfloat16)
     generator = Generator(context, group, cast(Any, engine), sampler, validator)
     rollout, policy.compared = rollout_of(rank), True  # what is given is no engine's
     generator.load_weights(policy.weights())  # neither engine has weights

@@ -513,8 +513,9 @@ def test_a_mask_in_place_of_a_clip_is_warned_of():
             "config": parse(argv),
             "placement": placement,
             "device": torch.device("cpu"),
-            "models": {},
+            "models": {"policy": SimpleNamespace(counts=SimpleNamespace(active=1, parameters=1))},
             "user_settings": (),
+            "unreplayed": "",
         }
         known["eos"] = {}
         found = warnings(cast(Any, SimpleNamespace(**known)))

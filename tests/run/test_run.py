@@ -534,7 +534,8 @@ def test_one_rank_keeps_an_early_signal_under_torchrun(monkeypatch, capsys):
 def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[str]:
     mode = "colocated" if groups["actor"] == groups["critic"] else "per_node"
     config = parse(argv)
-    models = dict.fromkeys(model_paths(config))
+    dense = SimpleNamespace(counts=SimpleNamespace(active=1, parameters=1))
+    models = dict.fromkeys(model_paths(config), dense)
     resolved: Any = SimpleNamespace(
         config=config,
         placement=Placement(mode, groups),
@@ -542,6 +543,7 @@ def warned_of(groups: dict[Role, tuple[int, ...]], argv: Sequence[str]) -> list[
         models=models,
         eos={},
         user_settings=(),
+        unreplayed="",
     )
     return warnings(resolved)
 
