@@ -177,6 +177,7 @@ def start_vllm(
     max_rows: int,
     *,
     routes: bool = False,
+    kv_bytes: int = 2**27,
     **changes: Any,
 ) -> Any:
     """An engine on the CPU, or on the GPUs."""
@@ -198,7 +199,7 @@ def start_vllm(
         dtype="float32",
         max_rows=max_rows,
         max_tokens=1024,
-        kv_bytes=2**27,
+        kv_bytes=kv_bytes,
         eos=tuple(eos_ids(config, tokenizer, folder)),
         vocabulary=len(tokenizer),
         routes=routes,

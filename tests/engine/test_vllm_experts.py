@@ -94,13 +94,35 @@ def test_a_bucket_holds_an_experts_matrices_of_one_dtype() -> None:
 )
 def test_log_probs_are_the_librarys_after_the_second_sync(kind: str, tmp_path: Path) -> None:
     skip_without_vllm()
+    model = make_model(kind)
+    long = [EOS + 2] * 300  # longer than a block of the prefix cache
+    requests = [*some_requests(12), *(Request(row, [*long, row], 40) for row in (50, 51, 52))]
+    check_rows(tmp_path, model, requests)
+
+
+@pytest.mark.vllm
+@ENGINES
+def test_rows_that_vllm_preempts_keep_their_experts(tmp_path: Path) -> None:
+    """Two rows of 640 tokens, and room for 1,280 in blocks of 128, one of which vLLM keeps: a row
+    waits, and is computed again."""
+    skip_without_vllm()
+    model = make_model("qwen3_moe")
+    requests = [Request(row, [EOS + 2 + row], 640) for row in (1, 2)]
+    a_token = 2 * 2 * 2 * 32 * 4  # bytes: keys and values, layers, heads, their width, float32
+    check_rows(tmp_path, model, requests, kv_bytes=1280 * a_token)
+
+
+def make_model(kind: str) -> Any:
     config = AutoConfig.for_model(kind, **SIZE | FAMILIES[kind])
     kinds: Any = AutoModelForCausalLM
     config.architectures = [kinds._model_mapping[type(config)].__name__]
-    model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
-    engine = start_vllm(tmp_path, cast(Any, config), make_tokenizer(), 2, routes=True)
+    return kinds.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def check_rows(folder: Path, model: Any, requests: list[Request], **options: Any) -> None:
+    """Log-probs and experts of what vLLM draws after a second sync are transformers' own."""
+    config = cast(Any, model.config)
+    engine = start_vllm(folder, config, make_tokenizer(), 2, routes=True, **options)
     pieces: dict[int, Any] = {}
     poll = engine.poll
 
@@ -110,13 +132,11 @@ def test_log_probs_are_the_librarys_after_the_second_sync(kind: str, tmp_path: P
         return drawn
 
     engine.poll = noted
-    long = [EOS + 2] * 300  # longer than a block of the prefix cache
-    requests = [*some_requests(12), *(Request(row, [*long, row], 40) for row in (50, 51, 52))]
     try:
         for seed in (0, 1):
             randomize(model, seed)
             engine.load_weights(model.state_dict().items())
-        rows = run(engine, requests, max_new_tokens=40)
+        rows = run(engine, requests, max_new_tokens=640)
     finally:
         engine.close()
     load = Load(model)
