@@ -79,7 +79,8 @@ def need(module: str, setting: str, package: str) -> None:
     # a folder of that name has no origin
     if getattr(importlib.util.find_spec(module), "origin", None) is None:
         raise UserError(
-            f"{setting}: {module} is not installed; pip install {package}, or leave that out"
+            f"{setting}: {module} is not installed; pip install {package}, "
+            "or leave this setting out"
         )
 
 

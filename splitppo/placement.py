@@ -74,7 +74,8 @@ def place(
         )
     if world % local_world:
         raise UserError(
-            f"{world} ranks are not whole nodes of {local_world}; start as many ranks on each node"
+            f"{world} ranks can't be divided into nodes of {local_world} ranks; "
+            "start as many ranks on each node"
         )
     nodes = world // local_world
     actor = _actor_size(config, world, nodes if mode == "per_node" else local_world, mode)
@@ -111,7 +112,7 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
             per_node = f"must be the same on each of {unit} nodes"
             raise UserError(
                 f"placement.{name}={size} with mode {mode} "
-                f"{per_node if mode == 'per_node' else f'is not whole nodes of {unit}'}; "
+                f"{per_node if mode == 'per_node' else f'is not whole nodes of {unit} ranks'}; "
                 f"use a multiple of {unit}"
             )
     return actor

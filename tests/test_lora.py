@@ -311,7 +311,9 @@ def test_eval_refuses_an_adapter_of_another_base(trained_adapter, tmp_path):
     shutil.copytree(trained_adapter, folder)
     tensors = load_file(folder / lora.WEIGHTS)
     save_file(tensors, folder / lora.WEIGHTS, {"format": "pt", "base": "another"})
-    with pytest.raises(UserError, match=r"an adapter of another base than policy\.path"):
+    with pytest.raises(
+        UserError, match=r"this adapter was trained on another base than policy\.path"
+    ):
         _of_model(str(folder), [])[1]()
 
 
@@ -461,7 +463,7 @@ def test_a_run_goes_on_with_two_bases_under_another_placement(finished, tmp_path
     [
         (["--policy.lora.rank=2"], "policy.lora.rank was 3 and is now 2: this is another run"),
         (["--policy.lora.rank=2", "--force"], "actor has 3; set --policy.lora.rank 3"),
-        (["--seed=3", "--force"], "an adapter of another base than policy.path=tiny (drawn"),
+        (["--seed=3", "--force"], "on another base than policy.path=tiny (that base: drawn"),
         (["--value.lora.targets=mlp", "--force"], "critic: the model has no weight base"),
     ],
 )  # fmt: skip
@@ -539,12 +541,12 @@ WRONG: dict[str, list[str]] = {
         "--policy.lora.targets=mlp",
     ],
     "no adapter can be read there": [BOTH[0], "--policy.lora.path={model}"],
-    "an adapter of another base than policy.path=": [
+    "this adapter was trained on another base than policy.path=": [
         BOTH[0],
         "--policy.path={model}",
         "--policy.lora.path={saved}",
     ],
-    "an adapter with use_dora": [BOTH[0], "--policy.lora.path={dora}"],
+    "the adapter has use_dora": [BOTH[0], "--policy.lora.path={dora}"],
 }
 
 

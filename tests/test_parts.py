@@ -144,18 +144,18 @@ def test_rows_that_go_on_resume_with_their_own_parts(inputs, tmp_path, file):
         (
             "loss",
             "return (logprobs - old_logprobs).detach()",
-            "returned numbers without a gradient; .* logprobs",
+            "returned a tensor without a gradient; .* logprobs",
         ),
         (
             "loss",
             "return logprobs / advantages",
-            "returned -inf for token 1 of 3, of logprobs=-2, old_logprobs=-2, advantages=0, ref",
+            "returned -inf .*, computed from logprobs=-2, old_logprobs=-2, advantages=0, ref",
         ),
         ("advantages", "return (rewards / lengths.sum()).tolist()", "returned list for 3 tokens"),
         (
             "advantages",
             "return rewards / values",
-            "returned nan for token 1 of 3, of rewards=0, values=0; return finite",
+            "returned nan for token 1 of 3, computed from rewards=0, values=0; return finite",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_two_gpus_are_colocated_unless_a_setting_asks_for_groups(config, world, 
             r"start more ranks \(a dry run: --world-size\) or leave it unset",
         ),
         (PlacementConfig(mode="per_node"), 1, 1, "needs 2 ranks"),
-        (PlacementConfig(), 7, 4, "not whole nodes of 4"),
+        (PlacementConfig(), 7, 4, "divided into nodes of 4 ranks"),
     ],
 )
 def test_wrong_sizes_say_what_to_do(config, world, local, says):

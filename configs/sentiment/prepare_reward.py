@@ -156,7 +156,7 @@ def split_examples(
         if len(of_label) < _FEWEST:
             raise UserError(
                 f"{len(of_label)} of {len(drawn)} texts have the label {name!r}; "
-                f"a reward model needs at least {_FEWEST} texts of each label"
+                f"a reward model needs at least {_FEWEST} texts of each label; add some"
             )
         cut = math.ceil(len(of_label) * training.held_out)
         held_out += of_label[:cut]
@@ -301,8 +301,8 @@ def _load_body(folder: Path, max_tokens: int) -> tuple[Any, Any]:
     kinds: Any = AutoModelForSequenceClassification
     if type(config) not in kinds._model_mapping:
         raise UserError(
-            f"--body {folder}: type {config.model_type!r} has no sequence-classification model "
-            "in the library"
+            f"--body {folder}: transformers has no sequence-classification model of type "
+            f"{config.model_type!r}; choose another --body"
         )
     limit = min(getattr(config, "max_position_embeddings", max_tokens), tokenizer.model_max_length)
     if max_tokens > limit:

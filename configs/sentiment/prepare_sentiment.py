@@ -87,7 +87,7 @@ def prepare_sentiment(out: Path = Path("models/sentiment")) -> None:
     else:
         training = Training(lr=1e-4, max_tokens=64)  # a second pass gains nothing on reviews
         prepare_reward(out / "labelled.csv", out / "minilm", out / "reward-model", training)
-    print("the judge, VADER (MIT), is a package that runs: pip install vaderSentiment==3.3.2")
+    print("the judge is the package VADER (MIT); install it: pip install vaderSentiment==3.3.2")
 
 
 def write_labelled(package: Path, out: Path) -> None:

@@ -140,7 +140,9 @@ def _check_size(name: str, number: Any) -> None:
         and number
         and not least <= abs(number) <= most
     ):
-        raise UserError(f"{name}={number} must be 0, or of a size between {least:g} and {most:g}")
+        raise UserError(
+            f"{name}={number} must be 0, or have an absolute value from {least:g} to {most:g}"
+        )
 
 
 def _of_job(config: Config) -> Contradictions:

@@ -58,7 +58,7 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         _refuse_media(columns if isinstance(columns, dict) else {}, heads, where)
         try:
             row = _check_row(config, Path(file), where, columns)
-            _check_texts(row)
+            _check_texts(config, row)
             yield row
         except UserError as error:
             yield error
@@ -68,14 +68,22 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | Use
         raise UserError(f"{file} holds no rows; remove it from {flag(setting)}")
 
 
-def _check_texts(row: Row) -> None:
+def _check_texts(config: DataConfig, row: Row) -> None:
     """Raises UserError for half a character, which no tokenizer and no file takes."""
-    for name in ("prompt", "data_source", "ground_truth", "extra_info", "shown"):
+    columns = {
+        config.prompt_key: row.prompt,
+        "data_source": row.data_source,
+        config.answer_key: row.ground_truth,
+        "extra_info": row.extra_info,
+        **row.shown,
+    }
+    for column, value in columns.items():
         try:
-            json.dumps(getattr(row, name), ensure_ascii=False, default=str).encode()
+            json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{row.where}: {name} holds half a character (a lone surrogate) ({error}); fix it"
+                f"{row.where}: column {column} has an invalid Unicode character, half of a "
+                f"surrogate pair ({error}); replace or delete it"
             ) from error
 
 
@@ -149,8 +157,7 @@ def _read_messages(prompt: Any, where: str) -> Any:
     except UserError as error:
         if text.startswith(("[", "{", "array(")):
             raise UserError(
-                f"{where} has a prompt of messages as text, which is not a JSON list of "
-                f"{{role, content}}; write one ({error})"
+                f"{error}: messages given as text must be a JSON list of {{role, content}}"
             ) from error
         return prompt
     return prompt if isinstance(messages, str) else messages
@@ -247,8 +254,8 @@ def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:
         ]
         if not chosen:
             raise UserError(
-                f"data.task={config.task}: all of its {len(rows)} rows are "
-                f"{'trained on' if held_out else 'held out'}; raise size in data.task_settings"
+                f"data.task={config.task}: none of its {len(rows)} rows is "
+                f"{'held out' if held_out else 'trained on'}; raise size in data.task_settings"
             )
         yield from chosen
         return

@@ -102,8 +102,8 @@ def load_prompts(
         refused |= {
             i: UserError(
                 f"data.prompt_key={teacher_key}: {rows[i].where} has {len(prompt.tokens)} tokens "
-                f"there; the teacher reads {teacher_most} besides rollout.max_new_tokens; "
-                "shorten it, or drop the row"
+                f"there; the teacher can read at most {teacher_most} prompt tokens plus "
+                "rollout.max_new_tokens; shorten it, or drop the row"
             )
             for i, prompt in taught.items()
             if i in rows and len(prompt.tokens) > teacher_most
@@ -281,7 +281,9 @@ def _check_template(
         if not (tokenizer.chat_template and config.chat):
             lacks = f"the tokenizer ({tokenizer.name_or_path}) has none; use an instruct model"
             lacks = "data.chat is off; turn it on" if tokenizer.chat_template else lacks
-            raise UserError(f"{setting} is for the chat template, but {lacks} or drop {setting}")
+            raise UserError(
+                f"{setting} only affects the chat template, but {lacks} or drop {setting}"
+            )
     if not tokenizer.chat_template:
         return frozenset()
     try:
@@ -292,7 +294,7 @@ def _check_template(
         reads = meta.find_undeclared_variables(environment.parse(template))
     except (TemplateError, ValueError, TypeError) as error:
         raise UserError(
-            f"the chat template can't be read ({error}); correct it, or data.chat_kwargs"
+            f"the chat template can't be read ({error}); correct the template or data.chat_kwargs"
         ) from error
     environment.globals[CLOCK] = now.strftime
     # transformers passes these two on; its other arguments mean something to itself

@@ -51,7 +51,8 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
                     )
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise UserError(
-            f"{file} is not a parquet file ({' '.join(str(error).split())}); write it again"
+            f"{file} can't be read as a parquet file ({' '.join(str(error).split())}); "
+            "check that it is readable and complete, or write it again"
         ) from error
 
 
@@ -62,9 +63,8 @@ def _check_schema(schema: pyarrow.Schema, used: set[str], file: str) -> None:
         # in such a column, "7" the text and 7 the number are the same bytes
         if "arrow.json" in str(column.type):
             raise UserError(
-                f"{file} has a column {column.name} of JSON texts (values of mixed types), "
-                "where strings and numbers look the same; give it one type, or write the "
-                "rows as .jsonl"
+                f"{file} has a column {column.name} of mixed types, stored as JSON text, so "
+                '"7" and 7 can\'t be told apart; give it one type, or write the rows as .jsonl'
             )
         if schema.names.count(column.name) > 1:
             raise UserError(f"{file} has the column {column.name} twice; drop one of the two")
@@ -115,4 +115,4 @@ def parse_json(content: bytes, where: str) -> Any:
         return json.loads(text, object_pairs_hook=unique_names)
     # ValueError: JSONDecodeError, or bytes that are no text
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: broken JSON ({error}); fix it") from error
+        raise UserError(f"{where}: JSON can't be read ({error}); correct it") from error

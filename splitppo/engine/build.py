@@ -71,8 +71,8 @@ def check_engine(
     if tied or kind == "gpt_oss":
         why = "has an output layer of its own" if tied else "rearranges the experts"
         raise UserError(
-            f"engine.kind=vllm: vLLM's model of type {kind!r} {why}, so no sync can be verified; "
-            "use --engine.kind hf"
+            f"engine.kind=vllm: vLLM's model of type {kind!r} {why}, so splitppo can't check the "
+            "weights that it sends; use --engine.kind hf"
         )
     for name, value in (
         ("rollout.temperature", config.rollout.temperature),
@@ -93,7 +93,7 @@ def check_engine(
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(
             f"engine.tensor_parallel={size} does not divide the policy's {heads} attention heads "
-            f"({kv_heads} of keys and values) evenly; use a smaller size"
+            f"and {kv_heads} key-value heads evenly; use a smaller size"
         )
 
 

@@ -50,7 +50,7 @@ def rehearse(config: Config, prompt: Prompt) -> list[str]:
             for messages in ([], [Message("assistant", "")])
         )
     if isinstance(began, Failure):
-        raise UserError(f"the environment {pool.name} does not start: {began.text}")
+        raise UserError(f"the environment {pool.name} does not start: {began.text}; fix it")
     return (
         [f"the environment {pool.name} fails on an empty message: {said.text}"]
         if isinstance(said, Failure)

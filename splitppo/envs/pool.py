@@ -45,12 +45,16 @@ def load(
     environment = BUILT_IN.get(env.path) or find_in_file(
         env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
     )
-    for method, arguments in (("reset", 1), ("step", 2), ("close", 1)):
+    for method, arguments in (
+        ("reset", ["self"]),
+        ("step", ["self", "message"]),
+        ("close", ["self"]),
+    ):
         try:
-            inspect.signature(getattr(environment, method)).bind(*range(arguments))
+            inspect.signature(getattr(environment, method)).bind(*arguments)
         except (AttributeError, TypeError) as error:
             raise UserError(
-                f"env.path={env.path}: {method} is not an environment's ({error}); "
+                f"env.path={env.path} needs {method}({', '.join(arguments)}) ({error}); "
                 "define a class with reset(self), step(self, message) and close(self)"
             ) from error
     return environment, is_async(environment.step)

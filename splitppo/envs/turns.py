@@ -226,7 +226,7 @@ class Turns:
         if not spoken:
             raise UserError(
                 "the chat template drops earlier messages of the assistant; "
-                "rows of several turns need one that keeps them"
+                "use one that keeps them, which rows of several turns need"
             )
         return tail
 

@@ -173,7 +173,7 @@ def shorten(config: PretrainedConfig, layers: int | None, folder: str) -> Pretra
     if layers is None or layers == every:
         return config
     if layers > every:
-        raise UserError(f"value.layers={layers}: {folder} has {every}; use at most {every}")
+        raise UserError(f"value.layers={layers}: {folder} has {every} layers; use at most {every}")
     config = deepcopy(config)
     for name, value in vars(config).items():  # such as layer_types
         if isinstance(value, list | tuple) and len(value) == every:
@@ -191,8 +191,8 @@ def bound(
     trained = getattr(config, "value_range", None)
     if trained and trained != [*(value_range or ())]:
         raise UserError(
-            f"{folder}: its head gives logits of bounded values; only value.path can name it, "
-            f"with --value.range as config.json has it, value_range={one_line(repr(trained))[:100]}"
+            f"{folder}: this is a value model with a value range; use it only as value.path, "
+            f"with the range of its config.json: value_range={one_line(repr(trained))[:100]}"
         )
     if value_range:
         cast(Any, config).value_range = [*value_range]

@@ -173,7 +173,8 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
         hub.create_repo(repo, private=not public, exist_ok=True)
         if not public and not hub.repo_info(repo).private:
             raise UserError(
-                f"{url} is public; say --public if all may read these models, or name another"
+                f"{url} is public; give --public if everyone may read these models, or name "
+                "another repository"
             )
         hub.upload_folder(
             repo_id=repo,
@@ -188,8 +189,8 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
     except FAILURES as error:
         cause = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{url} takes no files ({type(error).__name__}: {cause}); set HF_TOKEN to a token that "
-            "may write there (or run hf auth login), check OWNER/NAME and the network"
+            f"uploading to {url} failed ({type(error).__name__}: {cause}); set HF_TOKEN to a token "
+            "that may write there (or run hf auth login), check OWNER/NAME and the network"
         ) from error
     return url
 

@@ -182,8 +182,9 @@ class Adapter(Trainable):
         base = (file.metadata() or {}).get("base")
         if base and base != self.digest():
             raise UserError(
-                f"{folder}: an adapter of another base than {self.kind}.path={self.base} "
-                f"({base} there, {self.digest()} here); set the base that it was trained with"
+                f"{folder}: this adapter was trained on another base than "
+                f"{self.kind}.path={self.base} (that base: {base}; this one: {self.digest()}); "
+                "use the base of the adapter"
             )
         return [f"adapter {folder}: {note}" for note in stored.notes()]
 
@@ -309,7 +310,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in FREE and value not in HARMLESS.get(name, OFF):
             raise UserError(
-                f"{folder}: an adapter with {name}={json.dumps(value)}, which is not in this "
-                "version; merge it into its base with peft, and train that"
+                f"{folder}: the adapter has {name}={json.dumps(value)}, which splitppo does not "
+                "support; merge it into its base with peft, and train the merged model"
             )
     return settings

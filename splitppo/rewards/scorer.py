@@ -65,11 +65,11 @@ def check_prompts(
     data source, or `math` lacks its library."""
     sources = {prompt.data_source.partition(":")[0] for prompt in prompts.values()}
     if "auto" in functions and (unknown := sorted(sources - BY_DATA_SOURCE.keys())):
+        none = ", or to none if only a reward model or an environment gives rewards"
         raise UserError(
             f"{setting}=auto: no rule for data_source {', '.join(map(repr, unknown))} "
-            f"(known: {', '.join(BY_DATA_SOURCE)}); "
-            f"set --{setting} to {', '.join(RULES)} path/to/file.py:name, or none if a "
-            "reward model or an environment is all"
+            f"(known: {', '.join(BY_DATA_SOURCE)}); set --{setting} to {', '.join(RULES)} or "
+            f"path/to/file.py:name{none * (setting == 'reward.function')}"
         )
     for rule in NEEDS.keys() & {scored_by(f, source) for f in functions for source in sources}:
         find_function(rule, setting)  # it needs a library

@@ -98,16 +98,21 @@ def check_run_folder(config: Config, inputs: Mapping[str, str] | None = None) ->
     if config.run_dir is None:
         if config.resume != "auto":
             raise UserError(
-                f"--resume {config.resume} needs --run-dir: the folder of the resumed run"
+                f"--resume {config.resume} needs --run-dir, the folder that this run writes to"
             )
         return
     folder = Path(config.run_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     for path in (existing, *(path for name in FOLDERS if (path := folder / name).exists())):
-        if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        if not path.is_dir():
             raise UserError(
-                f"run_dir={folder}: {path} is not a writable folder; "
-                "move it away, or choose another --run-dir"
+                f"run_dir={folder}: {path} is not a folder; move it away, or choose another "
+                "--run-dir"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(
+                f"run_dir={folder}: {path} is not writable; make it writable, or choose another "
+                "--run-dir"
             )
     resumed_from = checkpoint.find(folder, config.resume)
     begun = not resumed_from and cli.has_steps(folder)

@@ -160,9 +160,8 @@ def _packs(config: Config, name: str, model: Model) -> bool:
         )
     if why and (not model.packed or find_mismatch(model.config, model.kind, packed=False)):
         raise UserError(
-            f"{where}: type {model.config.model_type!r} computes something else here than in "
-            "transformers: "
-            f"{why}; use another model"
+            f"{where}: type {model.config.model_type!r} gives other outputs in splitppo than in "
+            f"transformers: {why}; use another model"
         )
     return model.packed and not why
 
@@ -218,9 +217,10 @@ def _check_ends(tokenizer: Any, other: Any, teacher: Model, ends: Collection[int
             for of, ids in ((other, turn or others), (tokenizer, due))
         )
         raise UserError(
-            f"teacher.path={teacher.name}: its responses end in {there or 'no token'}, the "
-            f"policy's in {here}: it would penalise the end of every response; use a teacher "
-            "with the policy's end token, or change its eos_token_id"
+            f"teacher.path={teacher.name}: the teacher's responses end in "
+            f"{there or 'no token'}, the policy's in {here}, so the teacher would penalise the end "
+            "of every response; use a teacher with the policy's end token, or change the "
+            "teacher's eos_token_id"
         )
 
 
@@ -243,8 +243,9 @@ def hold_against(
         facts = [(each.config.model_type, each.config.vocab_size) for each in (model, policy)]
         if facts[0] != facts[1]:
             raise UserError(
-                f"{setting}: it has no tokenizer, and its type and vocabulary {facts[0]} are not "
-                f"the policy's {facts[1]}; if they have the same tokenizer, save it in this folder"
+                f"{setting}: this model has no tokenizer, and its type and vocabulary size "
+                f"{facts[0]} are not the policy's {facts[1]}; if both have the same tokenizer, "
+                "save it in this model's folder; else use another model"
             )
         notes.append(
             "it has no tokenizer; its type and vocabulary are the policy's, so its ids should be"
@@ -255,8 +256,9 @@ def hold_against(
     if wrong:
         there, here = differences[min(wrong)]
         raise UserError(
-            f"{setting}: id {min(wrong)} is {there!r} in its tokenizer and {here!r} in the "
-            "policy's, whose ids it reads; name a model with the policy's tokenizer"
+            f"{setting}: this model reads the policy's token ids, but id {min(wrong)} is "
+            f"{there!r} in its tokenizer and {here!r} in the policy's; "
+            "name a model with the policy's tokenizer"
         )
     if name == "teacher":
         _check_ends(tokenizer, other, model, ends)
@@ -279,5 +281,5 @@ def check_prompt_tokens(models: Mapping[str, Model], tokenizer: Any, *splits: Pr
                 raise UserError(
                     f"{name}.path={model.name}: prompts contain "
                     f"{tokenizer.convert_ids_to_tokens(token)!r} (id {token}), which is another "
-                    "token in its tokenizer; name a model with the policy's tokenizer"
+                    "token in this model's tokenizer; name a model with the policy's tokenizer"
                 )

@@ -55,8 +55,8 @@ def _find(setting: str, named: str, arguments: tuple[str, ...]) -> Callable[...,
             )
         if first.requires_grad > result.requires_grad:
             raise UserError(
-                f"{wrong} returned numbers without a gradient; compute them from {arguments[0]}, "
-                "not detached"
+                f"{wrong} returned a tensor without a gradient; compute it from {arguments[0]}, "
+                "without detach()"
             )
         for at in (~result.isfinite()).nonzero().flatten()[:1].tolist():
             values = ", ".join(
@@ -65,8 +65,8 @@ def _find(setting: str, named: str, arguments: tuple[str, ...]) -> Callable[...,
                 if x is not None and x.shape == first.shape
             )
             raise UserError(
-                f"{wrong} returned {result[at].item():g} for token {at} of {len(first)}, of "
-                f"{values}; return finite numbers"
+                f"{wrong} returned {result[at].item():g} for token {at} of {len(first)}, "
+                f"computed from {values}; return finite numbers"
             )
         return result.to(first)
 

@@ -102,7 +102,7 @@ def load(
             raise wrong[0]
         if (length := len(prompts[0].tokens)) > room:
             raise UserError(
-                f"the prompt has {length} tokens, but only {room} fit with {most} new ones; "
+                f"the prompt has {length} tokens, but only {room} fit with {most} new tokens; "
                 "shorten it"
             )
         answered = []

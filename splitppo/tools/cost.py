@@ -104,7 +104,7 @@ def updates(lines: Lines) -> tuple[float, float]:
         line for line in lines if "timing_s/update" in line and line.get("perf/update_tflop")
     ]
     if not updating:
-        raise UserError("the run has no policy update beyond its warm-up yet; let it run longer")
+        raise UserError("the run has no policy update after its warm-up yet; let it run longer")
     seconds = mean(updating, "timing_s/update")
     return seconds, mean(updating, "perf/update_tflop") / seconds
 
@@ -123,7 +123,7 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
     critic = critic[WARM_UP:]
     if not actor or not critic:
         raise UserError(
-            f"the run has no step after the {WARM_UP} of the warm-up yet; let it run longer"
+            f"the run has no step after its {WARM_UP} warm-up steps yet; let it run longer"
         )
     x = split.actor
     y = split.critic or split.actor

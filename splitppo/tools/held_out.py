@@ -113,7 +113,9 @@ def _of_model(name: str, flags: Sequence[str]) -> tuple[Config, Weights]:
         base = str(lora.read_settings(Path(name)).get("base_model_name_or_path"))
     config = parse(["--policy.path", base, *flags])
     if config.policy.path == "tiny":
-        raise UserError("tiny is drawn anew in each run; name a run, or a model's folder")
+        raise UserError(
+            "the model tiny has new random weights in each run; name a run, or a model's folder"
+        )
     frozen = replace(config, teacher=TeacherConfig(path=name))
     return config, lambda: load_model(frozen, Path(), "teacher", None).state_dict()
 

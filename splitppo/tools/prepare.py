@@ -111,8 +111,8 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
         texts: dict[str, Any] = {name: fields.get(name) for name in data.columns}
         if not all(isinstance(text, str) for text in texts.values()):
             raise UserError(
-                f"{file} row {number} has no texts {' and '.join(data.columns)}; "
-                "give the file as it is published"
+                f"{file} row {number} must have text in columns {' and '.join(data.columns)}; "
+                "use the original published file"
             )
         question, solution = (texts.pop(name) for name in data.columns[:2])
         if not (truth := answer_of(solution)):
@@ -130,7 +130,7 @@ def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, An
             }
         )
     if not rows:
-        raise UserError(f"{file} holds no row with an answer; give the file as it is published")
+        raise UserError(f"{file} holds no row with an answer; use the original published file")
     lacking = f"; {len(left_out)} without an answer are left out, as row {min(left_out, default=0)}"
     return rows, lacking if left_out else ""
 

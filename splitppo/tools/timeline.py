@@ -115,4 +115,4 @@ def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[s
                 bars[slot].append((COLOURS[nth % len(COLOURS)], start, tokens))
         at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
     busy = sum(tokens for rows in bars for *_, tokens in rows) / max(1, at * len(bars))
-    return f"{len(bars)} slots, a colour a row: {busy:.0%} busy", begins, bars
+    return f"{len(bars)} slots, {busy:.0%} busy; neighbouring rows differ in colour", begins, bars

@@ -195,7 +195,7 @@ def test_messages_as_json_text_are_messages(write: Any, suffix: str, tmp_path: P
     ],
 )
 def test_messages_in_another_notation_are_refused(text: str, tmp_path: Path):
-    with pytest.raises(UserError, match=r"row 1 .*prompt"):
+    with pytest.raises(UserError, match=r"row 1:? .*message"):
         check_files(config_of(jsonl(tmp_path / "rows.jsonl", {"prompt": text})))
 
 

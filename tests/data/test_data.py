@@ -224,15 +224,15 @@ def test_wrong_rows_are_named_in_one_line(
             b'{"prompt": "1"}',
             r"rows\.json contains a dict; a \.json file must be a list of rows",
         ),
-        ("rows.json", b'[{"prompt": ', r"rows\.json: broken JSON"),
-        ("rows.jsonl", b'\n{"prompt": "1", \n', r"rows\.jsonl row 2: broken JSON"),
-        ("rows.jsonl", b'{"prompt": "\xff"}\n', r"rows\.jsonl row 1: broken JSON"),
+        ("rows.json", b'[{"prompt": ', r"rows\.json: JSON can't be read"),
+        ("rows.jsonl", b'\n{"prompt": "1", \n', r"rows\.jsonl row 2: JSON can't be read"),
+        ("rows.jsonl", b'{"prompt": "\xff"}\n', r"rows\.jsonl row 1: JSON can't be read"),
         (
             "rows.jsonl",
             b'{"prompt": "1"}\n',
             r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set",
         ),
-        ("rows.parquet", b"PAR1 or not", r"rows\.parquet is not a parquet file"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet can't be read as a parquet file"),
         (None, b"", r"data\.files=.*: no such file"),
     ],
 )
@@ -437,12 +437,12 @@ def test_what_is_for_the_template_needs_one(setting: dict[str, Any], plain: Any,
     name = next(iter(setting))
     with pytest.raises(
         UserError,
-        match=rf"data\.{name} is for the chat template, but the tokenizer .* has none; use",
+        match=rf"data\.{name} only affects the chat template, but the tokenizer .* has none; use",
     ):
         _load(DataConfig(**setting), plain)
     with pytest.raises(
         UserError,
-        match=rf"data\.{name} is for the chat template, but data\.chat is off; turn it on",
+        match=rf"data\.{name} only affects the chat template, but data\.chat is off; turn it on",
     ):
         _load(DataConfig(**setting, chat=False), chat)
     assert _load(DataConfig(**setting), chat).prompts
@@ -683,7 +683,7 @@ def test_all_rows_show_the_same_time() -> None:
 def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1="}\n{"prompt": \n')
-    with pytest.raises(UserError, match="row 2: broken JSON"):
+    with pytest.raises(UserError, match="row 2: JSON can't be read"):
         _load(DataConfig(files=(str(file),), answer_key="", invalid="filter"), plain)
 
 
@@ -771,6 +771,7 @@ def test_columns_of_json_texts_are_refused_where_they_are_used(tmp_path: Path) -
     pyarrow.parquet.write_table(table, tmp_path / name)
     check_files(DataConfig(files=(str(tmp_path / name),), answer_key="answer"))
     with pytest.raises(
-        UserError, match=r"has a column other of JSON texts .*give it one type, or write .*\.jsonl"
+        UserError,
+        match=r"has a column other of mixed types, .*give it one type, or write .*\.jsonl",
     ):
         check_files(DataConfig(files=(str(tmp_path / name),), answer_key="other"))

@@ -87,8 +87,8 @@ def test_environments_have_names(file: Path):
         ("gues", "env.path=gues: no such environment; use guess or path/to/file.py:name"),
         ("{d}/none.py:Env", "no such file {d}/none.py; give a path that every rank can read"),
         ("{d}/mine.py:Env", "has no Env when it is imported; classes there: Message, Turn, Echo"),
-        ("{d}/mine.py:Half", "step is not an environment's (too many positional arguments)"),
-        ("{d}/mine.py:multiply", "reset is not an environment's"),
+        ("{d}/mine.py:Half", "needs step(self, message) (too many positional arguments)"),
+        ("{d}/mine.py:multiply", "needs reset(self)"),
         ("{d}/broken.py:Env", "importing the environment file {d}/broken.py failed: Module"),
     ],
 )  # fmt: skip

@@ -158,7 +158,7 @@ def test_a_teacher_that_ends_responses_otherwise_than_the_policy_is_refused(
     if not refused:
         assert "teacher" in dry(folders, *flags)
         return
-    with pytest.raises(UserError, match=r"teacher.path=.*it would penalise the end"):
+    with pytest.raises(UserError, match=r"teacher.path=.*the teacher would penalise the end"):
         dry(folders, *flags)
 
 

@@ -175,7 +175,7 @@ def test_numbers_and_booleans_are_labels(tmp_path: Path) -> None:
         ('{"text": " ", "label": 1}\n', r"row 1 has no text in column text"),
         ('{"text": "a", "label": 2}\n', r"row 1 has the label 2; there are 0 and 1.*--labels"),
         ('{"text": "a", "label": null}\n', r"row 1 has the label None"),
-        ('{"text": "a", "label": 1}\n\n{"text"\n', r"row 3: broken JSON"),
+        ('{"text": "a", "label": 1}\n\n{"text"\n', r"row 3: JSON can't be read"),
         ("[1]\n", r"row 1 is a list; a row is an object"),
     ],
 )
@@ -192,7 +192,7 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
     for name, told in (
         ("none.csv", "no such file"),
         ("a.txt", "unknown kind of file; use .parquet, .json"),
-        ("a.parquet", "not a parquet file"),
+        ("a.parquet", "can't be read as a parquet file"),
         ("a.csv", "not CSV in UTF-8"),
     ):
         with pytest.raises(UserError, match=told):

@@ -323,7 +323,7 @@ def test_push_uploads_what_export_writes(
         assert (status, told.err.count("\n")) == ((0, 0) if token else (2, 1)), told.err
         lines.append(told.err)
     assert lines[0] == "error: me: no name of a repository on the hub; write OWNER/NAME\n"
-    assert lines[1].startswith(f"error: {hub.endpoint}/me/it takes no files (")
+    assert lines[1].startswith(f"error: uploading to {hub.endpoint}/me/it failed (")
     assert "HF_TOKEN" in lines[1]
     assert told.out.splitlines()[-2:] == [
         f"policy: {hub.endpoint}/me/it",
@@ -346,7 +346,7 @@ def test_push_uploads_what_export_writes(
     hub.private.clear()
     assert typed(monkeypatch, "push", "run", "me/it") == 2
     assert capsys.readouterr().err.startswith(
-        f"error: {hub.endpoint}/me/it is public; say --public"
+        f"error: {hub.endpoint}/me/it is public; give --public"
     )
     assert typed(monkeypatch, "push", "run", "me/it", "--public") == 0
     hub.status = 503

@@ -219,11 +219,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "a file for the checkpoints": (
         lambda run, _: file_for_folder(run / "checkpoints"),
-        "/checkpoints is not a writable folder",
+        "/checkpoints is not a folder; move it away",
     ),
     "a file for the metrics": (
         lambda run, _: file_for_folder(run / "metrics"),
-        "/metrics is not a writable folder",
+        "/metrics is not a folder; move it away",
     ),
 }
 

@@ -195,7 +195,7 @@ EARLY = [
 --dry-run --world-size=4 --ppo.baseline=batch --placement.actor=2 =>
     ppo.baseline=batch has no value model, so placement's critic ranks would hold no  ... use
     placement.mode=colocated, or give them a reward.model, a teacher, or the reference
---value.layers=3 => value.layers=3: tiny has 2; use at most 2
+--value.layers=3 => value.layers=3: tiny has 2 layers; use at most 2
 --value.freeze nowhere => value.freeze=nowhere matches no weight; their names are like
 --value.freeze '(' --steps=3 => value.freeze=( is not a regular expression ... correct it
 --policy.freeze body embeddings =>
@@ -316,7 +316,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --data.files={d}/good.jsonl =>
     data.answer_key=reward_model.ground_truth ... columns: prompt, answer; set
 --data.files={d}/json.parquet =>
-    json.parquet has a column prompt of JSON texts ... write the rows as .jsonl
+    json.parquet has a column prompt of mixed types ... write the rows as .jsonl
 --data.files={d}/good.jsonl --data.prompt-key=q.a =>
     data.prompt_key=q.a: {d}/good.jsonl row 1 has no
 --data.files={d}/images.jsonl =>

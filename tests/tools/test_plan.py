@@ -166,9 +166,9 @@ def test_the_work_is_read_off_a_run(split):
     # no row was left
     untrained = [line | {"timing_s/update": 0.001, "perf/update_tflop": 0.0} for line in actor[:3]]
     assert measured(untrained + actor[3:], critic, split, 500).policy == pytest.approx(WORK.policy)
-    with pytest.raises(UserError, match="no policy update beyond its warm-up"):
+    with pytest.raises(UserError, match="no policy update after its warm-up"):
         measured(warming, critic, split, 500)
-    with pytest.raises(UserError, match="no step after the 2"):
+    with pytest.raises(UserError, match="no step after its 2 warm-up"):
         measured(actor[:2], critic, split, 500)
 
 

@@ -191,12 +191,12 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             None,
             r"--source .*: holds none of train\.jsonl, train\.parquet, main/train-.*https://github",
         ),
-        ([VERL_ROW], r"train\.jsonl row 1 has no texts question and answer; "),
+        ([VERL_ROW], r"train\.jsonl row 1 must have text in columns question and answer; "),
         (
             [{"question": "a", "answer": 5}],
-            r"train\.jsonl row 1 has no texts question and answer; ",
+            r"train\.jsonl row 1 must have text in columns question and answer; ",
         ),
-        ([[]], r"train\.jsonl row 1 has no texts question and answer; "),
+        ([[]], r"train\.jsonl row 1 must have text in columns question and answer; "),
         ([{"question": "a", "answer": "b"}], r"train\.jsonl holds no row with an answer; "),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_raster_of_slots_over_tokens():
     assert colours[2][-1] == colours[2][-2]
     assert len(set(colours[0])) == len(colours[0])
     # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
-    assert title == "3 slots, a colour a row: 79% busy"
+    assert title == "3 slots, 79% busy; neighbouring rows differ in colour"
     assert raster({1: Step({}, [])})[1:] == ([], [])
 
 
