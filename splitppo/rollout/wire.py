@@ -13,10 +13,10 @@ from torch import Tensor
 from splitppo.rollout import ENDS, IDS, LOGPROBS, Episode, Rollout, Segment, Span, tensor_of
 
 # a message has before each row: its number, its end, tokens of the prompt, segments, spans of the
-# prompt; before each segment: ids, log-probs (-1: observed), version, reward, spans, bytes of
-# experts
+# prompt; before each segment: ids, log-probs (-1: observed), version, reward, spans of what was
+# observed, or bytes of the experts of what was sampled
 ROW = struct.Struct("=qiiii")
-SEGMENT = struct.Struct("=iiifii")
+SEGMENT = struct.Struct("=iiifi")
 SPAN = struct.Struct("=12sii")  # role, begin, end
 
 
@@ -42,7 +42,8 @@ def pack_rows(
             sent = sampled if sampled and logprobs else b""
             count = -1 if sampled is None else len(sent)
             routes_sent = routes if experts else b""
-            head = SEGMENT.pack(len(ids), count, version, reward, len(spans), len(routes_sent))
+            size = len(spans) if sampled is None else len(routes_sent)
+            head = SEGMENT.pack(len(ids), count, version, reward, size)
             parts += [head, ids, sent, *_pack_spans(spans), routes_sent]
     return tensor_of(parts, torch.int32)
 
@@ -62,11 +63,11 @@ def unpack_rows(message: Tensor) -> list[Episode]:
         segments = []
         for _ in range(count):
             head = SEGMENT.unpack(stream.read(SEGMENT.size))
-            tokens, sampled, version, reward, spans, size = head
+            tokens, sampled, version, reward, size = head
             ids = array(IDS, stream.read(4 * tokens))
             logprobs = None if sampled < 0 else array(LOGPROBS, stream.read(4 * sampled))
-            of_segment = _read_spans(stream, spans)
-            experts = stream.read(size)
+            of_segment = _read_spans(stream, size if sampled < 0 else 0)
+            experts = stream.read(0 if sampled < 0 else size)
             segments.append(Segment(ids, logprobs, version, reward, of_segment, experts))
         episodes.append(Episode(row, prompt, tuple(segments), ENDS[end], of_prompt))
     return episodes
