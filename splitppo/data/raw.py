@@ -51,8 +51,7 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
                     )
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise UserError(
-            f"{file} can't be read as a parquet file ({' '.join(str(error).split())}); "
-            "check that it is readable and complete, or write it again"
+            f"{file} can't be read as parquet ({' '.join(str(error).split())}); write it again"
         ) from error
 
 

@@ -232,7 +232,7 @@ def test_wrong_rows_are_named_in_one_line(
             b'{"prompt": "1"}\n',
             r"answer_key=reward_model\.ground_truth: .*row 1 .*columns: prompt; set",
         ),
-        ("rows.parquet", b"PAR1 or not", r"rows\.parquet can't be read as a parquet file"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet can't be read as parquet"),
         (None, b"", r"data\.files=.*: no such file"),
     ],
 )

@@ -65,7 +65,7 @@ MISTAKES = {
     "a broken line": (
         f"{TRAIN} --data.files broken.jsonl --data.prompt-key question --data.answer-key answer "
         f"--log.validate-every 0",
-        ["broken.jsonl row 2", "fix"],
+        ["broken.jsonl row 2", "correct"],
     ),
     "held-out rows that are trained on": (
         f"{TRAIN} --data.files rows.jsonl --data.validation-files rows.jsonl --data.prompt-key "

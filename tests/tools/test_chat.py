@@ -105,7 +105,9 @@ def test_lines_of_a_pipe(
     assert typed(monkeypatch, f"312=\n\n{'1' * 1019}\n{'1' * 1018}\n", run) == 2
     told = capsys.readouterr()
     assert (
-        told.err.count("\n") == told.err.count("error: a prompt of 1019 tokens, but 1018 fit") == 1
+        told.err.count("\n")
+        == told.err.count("error: the prompt has 1019 tokens, but only 1018 fit")
+        == 1
     )
     lines = told.out.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
