@@ -192,7 +192,7 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
     for name, told in (
         ("none.csv", "no such file"),
         ("a.txt", "unknown kind of file; use .parquet, .json"),
-        ("a.parquet", "can't be read as a parquet file"),
+        ("a.parquet", "can't be read as parquet"),
         ("a.csv", "not CSV in UTF-8"),
     ):
         with pytest.raises(UserError, match=told):
