@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_with_its_open_rows_and_trains_on_each_prompt_once(
     for other in ("--seed=1", "--data.task=addition", "--rollout.samples=2"):
         with pytest.raises(
             UserError,
-            match=r"row \d+ of the checkpoint is partial, and its .*prompt.* changed; restore seed",
+            match=r"row \d+ of the checkpoint is unfinished, .*prompt.* changed; restore seed",
         ):
             dry_run(parse([*saved, other]), Launch())
 
@@ -366,7 +366,7 @@ def test_a_row_goes_on_with_the_prompt_that_it_was_sampled_for():
         others.add(other)
         with pytest.raises(
             UserError,
-            match=r"row \d of the checkpoint is partial, and its prompt .*; restore seed, data",
+            match=r"row \d of the checkpoint is unfinished, and its prompt .*; restore seed, data",
         ):
             sampler_of(lengths, asked=asked_for).load_state(state)
 
@@ -393,7 +393,7 @@ def test_a_row_goes_on_with_all_that_made_it():
         ({}, {"seed": 2}, "seed"),
         ({}, {"environment": ["env.py:Env", "other"]}, "environment"),
     ):
-        with pytest.raises(UserError, match=f"is partial, and its {name} changed; restore"):
+        with pytest.raises(UserError, match=f"is unfinished, and its {name} changed; restore"):
             made_by(others, other_origin).load_state(state)
 
 

@@ -181,10 +181,9 @@ class Sampler:
             others = [name for name in before if before[name] != now.get(name)]
             if row.segments and others:
                 raise UserError(
-                    f"row {row.row} of the checkpoint is partial, and its {', '.join(others)} "
-                    "changed;"
-                    " restore seed, data, env, rollout.samples and rollout.lengths of its run,"
-                    " or start from its exported policy (splitppo export)"
+                    f"row {row.row} of the checkpoint is unfinished, and its {', '.join(others)} "
+                    "changed; restore seed, data, env, rollout.samples and rollout.lengths of the "
+                    "checkpoint's run, or start from its exported policy (splitppo export)"
                 )
             if self.left(row) < 1 and not row.awaits:
                 raise UserError(

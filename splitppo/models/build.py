@@ -64,8 +64,8 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         cause = str(error).partition("\n\n")[0]
         raise folder_error(
             folder,
-            f"transformers knows no model of the type in config.json: {cause}",
-            "use another model",
+            f"transformers can't read config.json: {cause}",
+            "correct config.json, or use another model",
         ) from error
     if quantized := getattr(config, "quantization_config", None):
         method = (
@@ -74,7 +74,7 @@ def read_config(folder: str, *, own_code: bool = False) -> PretrainedConfig:
         if method != "fp8":
             raise folder_error(
                 folder,
-                f"its weights are quantized ({method}), only fp8 is read",
+                f"its weights are quantized ({method}), and splitppo reads only fp8",
                 "load it with transformers, dequantize() it and save_pretrained that",
             )
         delattr(config, "quantization_config")
@@ -152,7 +152,7 @@ def check_type(config: PretrainedConfig, kind: Kind, folder: str) -> None:
     need = ""
     if kind == "reward":
         if not scores:
-            need = "a sequence classification"
+            need = "a sequence-classification model"
     elif not causal or encoder or config.is_encoder_decoder:
         need = "a causal language model"
     elif kind == "policy" and re.search("Classification|Reward", str(config.architectures)):

@@ -103,7 +103,7 @@ def _open_files(folder: Path) -> tuple[dict[str, Any], list[str]]:
             held[name] = file
             opened[name] = tensors
     for name in places.keys() - held.keys():
-        wrong = f"weight {name} is not in {places[name]}, against {index.name}"
+        wrong = f"weight {name} is not in {places[name]}, where {index.name} has it"
         raise folder_error(folder, wrong, "fetch it again")
     return opened, sorted({path.name for path in folder.glob("*.safetensors*")} - read)
 

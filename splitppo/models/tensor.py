@@ -61,7 +61,8 @@ def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) ->
         cut_layers(build(config, kind), size)
     except ValueError as error:
         raise UserError(
-            f"{setting} with tensor_parallel={size}: {error}; use another size or model"
+            f"{setting} with tensor_parallel={size}: {error}; "
+            "use a smaller size, such as 1, or another model"
         ) from error
 
 
@@ -79,7 +80,7 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
             if (weight := getattr(module, part)) is not None:
                 if (length := weight.shape[axis]) % size:
                     raise ValueError(
-                        f"axis {axis} of {name}.{part} has length {length}, no multiple of it"
+                        f"axis {axis} of {name}.{part} has length {length}, no multiple of {size}"
                     )
                 shard = weight.detach().chunk(size, axis)[0].clone()
                 setattr(module, part, nn.Parameter(shard, weight.requires_grad))
@@ -94,7 +95,7 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
         for weight, _ in parent.named_parameters(prefix=name):
             # parts of the module are cut, and it may need a part of this
             if weight.rpartition(".")[0] not in styles:
-                raise ValueError(f"transformers' plan does not cover {weight}")
+                raise ValueError(f"transformers' tensor-parallel plan does not cover {weight}")
         parent.register_forward_pre_hook(partial(_enter, group=group), with_kwargs=True)
     cast(Any, model).parts = Parts(
         ranks,
@@ -135,7 +136,9 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     kind = f"type {config.model_type!r}"
     if experts_of(model):
-        raise ValueError(f"{kind} has experts, which are not split in this version")
+        raise ValueError(
+            f"{kind} has experts, which tensor parallelism does not split in this version"
+        )
     prefix = f"{cast(Any, model).base_model_prefix}."
     styles = {}
     inside = {*transformer_layers(model).modules()}
@@ -144,17 +147,20 @@ def _styles(model: nn.Module, size: int) -> dict[str, str]:
         if "*" in key and (style := plan.get(key)):
             if style not in (*AXES, PARTIAL) or (style in AXES and type(module) is not nn.Linear):
                 raise ValueError(
-                    f"the plan of {kind} has {style} for {key}, which is not supported"
+                    f"the tensor-parallel plan of {kind} has {style} for {key}, "
+                    "which is not supported"
                 )
             # `parallelize` shards the layers of one list over the set's line
             if module not in inside:
-                raise ValueError(f"the plan of {kind} splits {key}, which is outside its layers")
+                raise ValueError(
+                    f"the tensor-parallel plan of {kind} splits {key}, which is outside its layers"
+                )
             styles[name] = style
     if not styles:
-        raise ValueError(f"transformers has no plan for {kind}")
+        raise ValueError(f"transformers has no tensor-parallel plan for {kind}")
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, None) or 0) % size:
-            raise ValueError(f"{kind} has {name}={heads}, no multiple of it")
+            raise ValueError(f"{kind} has {name}={heads}, no multiple of {size}")
     return styles
 
 

@@ -102,7 +102,7 @@ def damage(folder: Path, *, rank: int = 0, ranks: int = 1, sizes_only: bool = Fa
             if (size := (folder / name).stat().st_size) != written[0]:
                 return f"{name} has {size} bytes, not {written[0]}"
             if not sizes_only and measure(folder / name) != written:
-                return f"{name} is not what was written (CRC-32)"
+                return f"{name} does not match its checksum (CRC-32)"
         except (OSError, ValueError) as error:  # ValueError: no file can have this name
             return f"{name} can't be read ({error})"
     return ""

@@ -30,7 +30,7 @@ def find_tracker(name: str) -> Any:
     tracker = find_in_file(name, "log.trackers", "tracker", f"tracker; use {', '.join(TRACKERS)}")
     if not all(callable(getattr(tracker, method, None)) for method in ("write", "close")):
         raise UserError(
-            f"log.trackers={name} has no methods write and close; write it as {DOCS}/parts.md says"
+            f"log.trackers={name} needs the methods write and close; see {DOCS}/parts.md"
         )
     return tracker
 

@@ -39,7 +39,7 @@ def push(
         raise UserError(f"{repo}: no name of a repository on the hub; write OWNER/NAME")
     repos = {"policy": repo} | ({"value": f"{repo}-value"} if value else {})
     if missing := {*repos} - {*kinds_of(open_run(run, step)[0])}:
-        raise UserError(f"--value: the run has no {missing.pop()} model; leave it out")
+        raise UserError(f"--value: the run has no {missing.pop()} model; leave --value out")
     out = export(run, step, dtype=dtype, merged=merged)
     for kind, name in repos.items():
         print(f"{kind}: {upload(out / kind, name, public=public)}")

@@ -322,7 +322,7 @@ def test_two_folders_in_one_are_told_apart(tmp_path: Path) -> None:
         check_folder(config, str(tmp_path), "policy", random_init=False)
     save_file({name: weights[name] for name in names[:4]}, tmp_path / "a.safetensors")
     index.write_text(json.dumps({"weight_map": places | {"v_head.weight": "a.safetensors"}}))
-    with pytest.raises(UserError, match=r"v_head.weight is not in a\.safetensors, against"):
+    with pytest.raises(UserError, match=r"v_head.weight is not in a\.safetensors, where"):
         check_folder(config, str(tmp_path), "policy", random_init=False)
     index.write_text(json.dumps({"weight_map": places}))
     assert check_folder(config, str(tmp_path), "policy", random_init=False) == []

@@ -30,7 +30,8 @@ TWO = SetShape(tensor=2)
 )
 def test_layers_in_several_lists_are_refused_by_name(kind, settings):
     with pytest.raises(
-        UserError, match=f"policy.path=it .*: the plan of type '{kind}' splits .*outside its layers"
+        UserError,
+        match=f"policy.path=it .*: the tensor-parallel plan of .*{kind}.* outside its layers",
     ):
         check_plan(configured(kind, settings), "policy", 2, "policy.path=it")
 

@@ -334,7 +334,7 @@ def test_an_encoders_rows_are_not_cut(folders: dict[str, Path], capsys) -> None:
             {"num_labels": 2, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}},
             "reward.label=unset: ",
         ),
-        ({"model_type": "mamba"}, "is not a sequence classification"),
+        ({"model_type": "mamba"}, "is not a sequence-classification model"),
     ],
 )
 def test_a_model_that_is_no_reward_is_refused(

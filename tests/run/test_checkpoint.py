@@ -129,7 +129,7 @@ def listing(*left: str) -> Callable[[Path], None]:
         (lost, r"^critic/__0_0\.distcp can't be read", True),
         (no_description, r"^actor/\.metadata can't be read", True),
         (longer, r"^actor/__0_0\.distcp has 3 bytes, not 2", True),
-        (other_content, r"^critic/state\.json is not what was written", False),
+        (other_content, r"^critic/state\.json does not match its checksum", False),
         (folder_for_file, r"^actor/state\.json can't be read", False),
         (torn, r"^critic/manifest\.json can't be read", True),
         (no_object, r"^critic/manifest\.json can't be read", True),

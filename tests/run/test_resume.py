@@ -147,7 +147,7 @@ GOES_ON: dict[str, tuple[Spoil, str]] = {
     "the last line's end torn": (lambda run, _: cut(metrics(run), 1), "from .*step_000002"),
     "a byte flipped": (
         lambda run, _: flip(tensors(run)),
-        r"actor/__0_0.distcp is not what was written \(CRC-32\)",
+        r"actor/__0_0.distcp does not match its checksum \(CRC-32\)",
     ),
     "renamed to another step": (
         lambda run, _: checkpoint.step_folder(run, 1).rename(checkpoint.step_folder(run, 3)),

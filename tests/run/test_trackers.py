@@ -238,7 +238,7 @@ def test_names_that_mlflow_refuses(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("class Mine: pass", "tracker.py:Mine has no methods write and close; "),
+        ("class Mine: pass", "tracker.py:Mine needs the methods write and close; "),
         ("class Other: pass", "has no Mine when it is imported; classes there: Other"),
     ],
 )

@@ -299,7 +299,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     groups; set fsdp.
 --dry-run --world-size=4 --placement.mode=colocated --fsdp.tensor-parallel=4 =>
     policy.path=tiny with tensor_parallel=4: type 'llama' has num_attention_heads=2, no multiple
-    of it; use
+    of 4; use
 --dry-run --world-size=4 --placement.mode=colocated --fsdp.sequence-parallel=4 =>
     policy.path=tiny with sequence_parallel=4, tensor_parallel=1: type 'llama' has 2 attention
     heads, no multiple of 4; use a sequence_parallel of [1, 2]
@@ -341,7 +341,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     rollout.max_new_tokens=99999 are 100000 together, more than the 1024 (max_position_embeddings)
     that policy.
 --policy.path={d}/unknown =>
-    model folder {d}/unknown: transformers knows no model of the type in config.json
+    model folder {d}/unknown: transformers can't read config.json
 --policy.path={d}/heads => model folder {d}/heads: transformers knows no model ... attention heads
 --policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
@@ -376,7 +376,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/negative =>
     model folder {d}/negative: no model can be built ... correct that file, or use
 --policy.path={d}/rope =>
-    model folder {d}/rope: transformers knows no model of the type in config.json:
+    model folder {d}/rope: transformers can't read config.json:
 --policy.path={d}/longest =>
     model folder {d}/longest: its tokenizer can't be read:  ... save it again
 --policy.path={d}/endless =>
@@ -391,7 +391,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 # reward models
 --reward.model={d}/none => reward.model={d}/none: no such folder
 --reward.model={d}/no_value =>
-    model folder {d}/no_value: type 'mamba' is not a sequence classification; choose
+    model folder {d}/no_value: type 'mamba' is not a sequence-classification model; choose
 --reward.model={d}/model =>
     reward.label=unset: reward.model={d}/model has the labels ... or choose another reward.model
 --reward.model={d}/two => reward.label=unset: reward.model={d}/two has the labels ... name the one
