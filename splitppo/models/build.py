@@ -192,7 +192,7 @@ def bound(
     if trained and trained != [*(value_range or ())]:
         raise UserError(
             f"{folder}: this is a value model with a value range; use it only as value.path, "
-            f"with the range of its config.json: value_range={one_line(repr(trained))[:100]}"
+            f"with --value.range as in its config.json: value_range={one_line(repr(trained))[:100]}"
         )
     if value_range:
         cast(Any, config).value_range = [*value_range]

@@ -342,7 +342,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     that policy.
 --policy.path={d}/unknown =>
     model folder {d}/unknown: transformers can't read config.json
---policy.path={d}/heads => model folder {d}/heads: transformers knows no model ... attention heads
+--policy.path={d}/heads => model folder {d}/heads: transformers can't read config.json: ... attention heads
 --policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
 --policy.path={d}/cut => cut/model.safetensors can't be read as a ... fetch it again
