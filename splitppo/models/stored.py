@@ -138,7 +138,7 @@ class Stored:
     made_of: Mapping[str, tuple[str, ...]]
     unexpected: Sequence[str]
     unused: Sequence[str] = ()
-    remedy: str = "it belongs to another model: take config.json and weights from the same one"
+    remedy: str = "take config.json and weights from the same model"
     blocks: Sequence[int] = ()
 
     def check(self) -> None:

@@ -342,15 +342,16 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
     that policy.
 --policy.path={d}/unknown =>
     model folder {d}/unknown: transformers can't read config.json
---policy.path={d}/heads => model folder {d}/heads: transformers can't read config.json: ... attention heads
+--policy.path={d}/heads =>
+    model folder {d}/heads: transformers can't read config.json: ... attention heads
 --policy.path={d}/encoder => 'bert' is not a causal language model; choose another policy.path
 --value.path={d}/encoder => 'bert' is not a causal language model; choose another value.path
 --policy.path={d}/cut => cut/model.safetensors can't be read as a ... fetch it again
 --policy.path={d}/shape =>
-    weight model.norm.weight is [32], but [64] in the model; it belongs to another model: take
+    weight model.norm.weight is [32], but [64] in the model; take config.json
 --policy.path={d}/lacks => no weight model.norm.weight in its safetensors
 --reward.model={d}/headless =>
-    model folder {d}/headless: no weight score.weight in its safetensors; it belongs to
+    model folder {d}/headless: no weight score.weight in its safetensors; take
     another model
 --policy.path={d}/half => half/b.safetensors can't be read as a safetensors file
 --value.path={d}/narrow --policy.random-init =>
