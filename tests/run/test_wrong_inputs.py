@@ -352,7 +352,7 @@ mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
 --policy.path={d}/lacks => no weight model.norm.weight in its safetensors
 --reward.model={d}/headless =>
     model folder {d}/headless: no weight score.weight in its safetensors; take
-    another model
+    config.json
 --policy.path={d}/half => half/b.safetensors can't be read as a safetensors file
 --value.path={d}/narrow --policy.random-init =>
     value.path={d}/narrow: its vocabulary of 50 ... (83)
