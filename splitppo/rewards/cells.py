@@ -34,8 +34,8 @@ def _texts(name: str, cells: Mapping[str, Any], function: str, done: set[str]) -
     except (OSError, TypeError, ValueError, SyntaxError, RecursionError) as error:
         raise UserError(
             f"reward={function}: it uses {name} of another cell, a {type(cells[name]).__name__} "
-            f"that can't be written to a file; make it in {function}, or write both to a .py file "
-            "(%%writefile) and import it from there"
+            "that can't be written to a file; create it inside the function that uses it, or move "
+            f"{name} and the functions that use it to a .py file (%%writefile) and import them"
         ) from error
     for used in _globals(symtable(text, name, "exec")):
         if used in cells and used not in done:

@@ -52,7 +52,10 @@ def parse_job(job: str, gpus: int) -> tuple[Split, list[str]]:
     UserError."""
     groups = re.fullmatch(r"colocated|(\d+)\+(\d+)(/critic)?", job)
     if not groups:
-        raise UserError(f"--jobs {job}: write colocated, 3+1 or 3+1/critic")
+        raise UserError(
+            f"--jobs {job}: not a placement; write colocated, or ranks of actor+critic, such as "
+            "3+1 (3+1/critic: the reference is on the critic)"
+        )
     split = Split(gpus, 0)
     if groups[1]:
         split = Split(int(groups[1]), int(groups[2]), "critic" if groups[3] else "actor")
