@@ -45,7 +45,7 @@ def main() -> int:
     if name == "train" and {"-h", "--help"} & set(arguments):
         parse(arguments)  # without torch, which takes seconds to import
     flags, trainer_flags = launcher.split(arguments)
-    if name == "train" and flags:
+    if name == "train" and (flags or launcher.script_of(trainer_flags)):
         return launcher.launch(flags, trainer_flags)
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "main"):

@@ -193,7 +193,8 @@ class Stored:
         shape = self._slice(stored).get_shape()
         scales = self._slice(stored + SCALE)
         grid = scales.get_shape() or [1] * len(shape)
-        if len(grid) != len(shape) or scales.get_dtype() not in FLOATS:
+        dimensions = {len(shape), len(grid), len(self.blocks or shape)}
+        if len(dimensions) > 1 or scales.get_dtype() not in FLOATS:
             return []
         parts = zip(shape, grid, strict=True)
         block = [*self.blocks] or [max(size // max(count, 1), 1) for size, count in parts]

@@ -46,6 +46,7 @@ FAMILIES = [name for name, (kind, _, _) in PLAIN.items() if "moe" in kind] + [
 OUTPUTS = PolicyOutputs(1.0, 96)
 # of each optimizer step; of the first, one rank has none
 MINI_BATCHES = [[0], [1, 2], [0, 2]]
+DEEP = {"num_hidden_layers": 4}
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3)
 MANY = {"num_experts": 12, "num_local_experts": 12, "n_routed_experts": 12}
 
@@ -343,6 +344,9 @@ def test_routing_is_replayed_where_it_can_be(
         replaying(dense, "on")
     assert replaying(mixture, "off") == (False, [])
     assert replaying(mixture, "auto") == replaying(mixture, "on") == (True, [])
+    late = tmp_path / "late"  # its first layers are dense
+    written(late, configured("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 1], **DEEP}))
+    assert replaying(late, "on") == (True, [])
     _unreplayed.cache_clear()
     monkeypatch.setattr(probe, "Load", Undriven)
     with pytest.raises(UserError, match="replay_routing=on: type 'qwen3_moe' has routers"):

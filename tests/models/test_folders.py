@@ -282,6 +282,10 @@ def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) ->
     stored = load_file(tmp_path / "model.safetensors")[name].float()
     up = model.get_parameter(name)
     assert torch.equal(up, 2 * stored), "48 rows in blocks of 16"
+    stacked = {name: stored.to(torch.float8_e4m3fn)[None], f"{name}_scale_inv": torch.ones(1, 3, 2)}
+    edited(tmp_path, lambda weights: weights | stacked)
+    with pytest.raises(UserError, match=name):  # blocks have two dimensions
+        notes()
 
 
 @pytest.mark.parametrize("shape", [(48, 1), (1, 32), (24, 2), ()])

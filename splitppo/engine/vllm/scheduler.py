@@ -37,7 +37,8 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
     def update_from_output(scheduled: Any, drawn: Any) -> Any:
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else []
         # beside the token's id, its experts (routes.py)
-        experts = drawn.logprobs.logprob_token_ids[:, 1:] if drawn.logprobs else []
+        table = drawn.logprobs.logprob_token_ids[:, 1:] if drawn.logprobs else None
+        experts = [row.tobytes() for row in table] if table is not None and table.size else []
         counts = scheduled.num_scheduled_tokens
         others = {}
         for name, count in counts.items():
@@ -47,7 +48,8 @@ def steady(scheduler: Any, ends: Sequence[int], rows: Mapping[str, OpenPiece]) -
             if request and name in rows and is_steady(request, sampled):
                 rows[name].tokens.append(sampled[0])
                 rows[name].logprobs.append(logprobs[place])
-                rows[name].experts += experts[place].tobytes()
+                if experts:
+                    rows[name].experts += experts[place]
                 request.append_output_token_ids(sampled[0])
                 request.num_in_flight_tokens -= 1
                 request.num_output_placeholders -= isinstance(scheduler, AsyncScheduler)
