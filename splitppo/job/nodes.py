@@ -76,8 +76,10 @@ def connect(launch: Launch, timeout: timedelta) -> dist.Store:
         )  # fmt: skip
     except dist.DistError as error:
         raise UserError(
-            f"rank {launch.rank} of {launch.world}: no connection to "
-            f"MASTER_ADDR:MASTER_PORT={host}:{port} ({str(error).partition(chr(10))[0]}); {START}"
+            f"rank {launch.rank} of {launch.world}: can't open or reach the store at "
+            f"MASTER_ADDR:MASTER_PORT={host}:{port} ({str(error).partition(chr(10))[0]}); check "
+            "that rank 0 runs at that address, and that the port is free and open"
+            f"{'' if is_by_torchrun() else '; or ' + START}"
         ) from error
 
 

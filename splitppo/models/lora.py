@@ -305,7 +305,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         value: Any = settings.get(name)
         if type(value) not in kinds or value <= 0:
             raise UserError(
-                f"{folder}: {SETTINGS} has {name}={value!r}; write a number above 0, as peft does"
+                f"{folder}: {SETTINGS} has {name}={value!r}; write a whole number above 0, as peft "
+                "does"
             )
     for name, value in settings.items():
         if name not in FREE and value not in HARMLESS.get(name, OFF):

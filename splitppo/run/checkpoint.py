@@ -147,7 +147,8 @@ def choose(
     if damaged:
         raise UserError(
             f"no checkpoint can be used: {'; '.join(damaged)}; "
-            "name another one with --resume, or start in another --run-dir"
+            "to continue from another one, give --resume CHECKPOINT and a new --run-dir; to start "
+            "from step 0, only a new --run-dir"
         )
     return None
 

@@ -280,12 +280,14 @@ def test_a_rank_that_a_variable_of_the_shell_makes_ends_in_one_line(rank, monkey
             taken.close()
         for name, value in {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(UserError, match=f"rank {rank} of 2: .*127.0.0.1:{port} .*; start all"):
+        with pytest.raises(
+            UserError, match=f"rank {rank} of 2: .*127.0.0.1:{port} .*; or start all"
+        ):
             nodes.connect(Launch(rank, 2, rank, 2), timedelta(seconds=1))
 
 
 def test_without_torchrun_a_rank_that_does_not_come_ends_in_one_line():
-    with pytest.raises(UserError, match=r"for ranks \[1\], .*; start all ranks with torchrun"):
+    with pytest.raises(UserError, match=r"for ranks \[1\], .*; or start all ranks with torchrun"):
         join(dist.HashStore(), Launch(0, 2, 0, 2), peer("n0"), timedelta(0))
 
 
