@@ -287,7 +287,7 @@ def test_a_rank_that_a_variable_of_the_shell_makes_ends_in_one_line(rank, monkey
 
 
 def test_without_torchrun_a_rank_that_does_not_come_ends_in_one_line():
-    with pytest.raises(UserError, match=r"for ranks \[1\], .*; or start all ranks with torchrun"):
+    with pytest.raises(UserError, match=r"for ranks \[1\], .*; start all ranks with torchrun"):
         join(dist.HashStore(), Launch(0, 2, 0, 2), peer("n0"), timedelta(0))
 
 
