@@ -241,7 +241,10 @@ def row_of(draw: random.Random, roles: Sequence[str], length: int) -> tuple[dict
         # its own texts may fail it, too
         causes[1] = causes[1] or "|".join(["", cause(said[1]), "not a message of an env"])
     reset = draw.choice([None, [], [message("user")]])
-    return {"reset": reset, "turns": [*turns, Turn(done=True)]}, causes[0] or causes[1]
+    why = causes[0] or causes[1]
+    if length and reset:  # a prompt that no context holds
+        why = f"|its prompt has|{why}"
+    return {"reset": reset, "turns": [*turns, Turn(done=True)]}, why
 
 
 @pytest.mark.parametrize("rows", [40, pytest.param(500, marks=pytest.mark.campaign)])
