@@ -170,7 +170,9 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), sampled)
     assert status == 0, said
     assert "pass@4" in said
-    # the next one keeps these; longer prompts are other data, not more than the run allows
+    # the next one keeps these; longer prompts are other data, not more than the run allows, also if
+    # the run's command set nothing
+    (tmp_path / "RUN/given.json").write_text("[]")
     other = ["eval", "RUN", "--data.task=addition"]
     ((status, said),) = run_ranks(1, _eval, str(tmp_path), other)
     assert status == 0, said

@@ -124,7 +124,7 @@ class Load:
         """From now on, `replay` says where tokens go."""
         self.routers = routers_of(self.model)
         for router in self.routers:
-            router.given = None
+            router.engine_ids = None
             router.forward = _driven(router)
 
     def replay(self, packed: Tensor | None) -> None:
@@ -133,8 +133,8 @@ class Load:
         if packed is not None and not packed.shape[1]:  # none is known; the compiler sees the same
             packed = packed.new_full((len(packed), self.packing.width), 255)
         ids = [None] * len(self.routers) if packed is None else self.packing.unpack(packed)
-        for router, given in zip(self.routers, ids, strict=True):
-            router.given = given
+        for router, engine_ids in zip(self.routers, ids, strict=True):
+            router.engine_ids = engine_ids
 
     def add(self, at: Tensor) -> None:
         """Counts the tokens `at` `[N]`, places in the flattened ids, of the last forward pass."""
@@ -143,10 +143,12 @@ class Load:
             counts = ids.new_zeros(len(ids), self.experts[0].num_experts)
             counts.scatter_add_(1, ids, torch.ones_like(ids))
             self.counts = self.counts + counts if len(self.counts) else counts
-        for router in self.routers if self.routers and self.routers[0].given is not None else ():
-            given = router.given[at].sort().values
-            known = given[:, 0] < router.num_experts
-            differs = (given != router.chosen[at].sort().values).any(1) & known
+        for router in self.routers:
+            if router.engine_ids is None:
+                continue
+            engine_ids = router.engine_ids[at].sort().values
+            known = engine_ids[:, 0] < router.num_experts
+            differs = (engine_ids != router.chosen[at].sort().values).any(1) & known
             self.replayed = self.replayed.to(at.device) + torch.stack([known.sum(), differs.sum()])
 
     def keep_logits(self) -> None:
@@ -189,9 +191,9 @@ def _note(module: Any, inputs: tuple[Tensor, ...]) -> None:
     module.chosen = inputs[1]
 
 
-class _Given(TorchFunctionMode):
-    """While it is entered, a router's choice is the one that it is given; a layer's router makes
-    weights of it as of its own."""
+class _Replay(TorchFunctionMode):
+    """While it is entered, a router's choice is the engine's; the router makes weights of it as of
+    its own."""
 
     def __init__(self, router: Any):
         super().__init__()
@@ -199,23 +201,23 @@ class _Given(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = self.router.given
-        choices = func in (torch.topk, torch.Tensor.topk) and out[1].shape == given.shape
+        engine_ids = self.router.engine_ids
+        choices = func in (torch.topk, torch.Tensor.topk) and out[1].shape == engine_ids.shape
         if not choices or args[0].shape[-1] != self.router.num_experts:
             return out
         self.router.chosen = out[1]
-        ids = torch.where(given < self.router.num_experts, given, out[1])
+        ids = torch.where(engine_ids < self.router.num_experts, engine_ids, out[1])
         return torch.return_types.topk((args[0].gather(-1, ids), ids))
 
 
 def _driven(router: Any) -> Callable[..., Any]:
-    """A router's forward pass, which chooses what it is given."""
+    """A router's forward pass, which chooses what the engine chose."""
     plain = router.forward
 
     def forward(*args: Any, **options: Any) -> Any:
-        if router.given is None:
+        if router.engine_ids is None:
             return plain(*args, **options)
-        with _Given(router):
+        with _Replay(router):
             return plain(*args, **options)
 
     return forward

@@ -83,8 +83,8 @@ def _drives(model: Any) -> bool:
     others = [(module.chosen + 1) % module.num_experts for module in load.experts]
     load.replay(load.packing.pack(torch.stack(others, 1)))
     model(input_ids=ids, use_cache=False)
-    given = zip(load.experts, others, strict=True)
-    return all(torch.equal(module.chosen, other) for module, other in given)
+    pairs = zip(load.experts, others, strict=True)
+    return all(torch.equal(module.chosen, other) for module, other in pairs)
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool, cut: bool) -> str:

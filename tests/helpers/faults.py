@@ -298,6 +298,8 @@ def rank_main(fault: Fault | None, run_dir: str) -> int:
     if fault:
         inject(fault)
     flags = [*FLAGS, *(PLACEMENTS[fault.placement][1] if fault else []), f"--run-dir={run_dir}"]
+    if fault and fault.step > STEPS:  # none comes: a slow rank is no fault
+        flags.append(f"--timeout={12 * TIMEOUT}")
     if fault and fault.placement == "2+1 all":
         flags.append(f"--policy.path={Path(run_dir).with_name('policy')}")
     return train.main(flags)

@@ -38,7 +38,7 @@ from splitppo.placement import place
 from splitppo.rollout import Episode, Rollout
 from splitppo.run import resolve as resolve_room
 from splitppo.run.checks import preflight, warnings
-from splitppo.run.resolve import _unreplayed, resolve
+from splitppo.run.resolve import Resolved, _unreplayed, resolve
 
 FAMILIES = [name for name, (kind, _, _) in PLAIN.items() if "moe" in kind] + [
     *("mixtral", "gpt-oss", "qwen3-next", "deepseek-v3")
@@ -206,13 +206,7 @@ def test_experts_on_ranks_are_a_loop_over_experts(
     names: list[str], checkpointed: bool, compiled: bool, tmp_path: Path
 ) -> None:
     """Log-probs, norms and three steps' weights, with experts and a rank that get no token."""
-    folders, modes = {}, {}
-    for name in names:
-        written(tmp_path / name, many(name))
-        for packed in (False, True)[: 1 + PLAIN[name][2]]:
-            folders[f"{name} {packed}"] = tmp_path / name
-            modes[f"{name} {packed}"] = packed, checkpointed, compiled
-    check_ranks(folders, modes)
+    check_ranks(*written_modes(names, checkpointed, compiled, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -228,13 +222,18 @@ def test_replayed_experts_on_ranks_are_a_loop_over_them(
     names: list[str], checkpointed: bool, compiled: bool, tmp_path: Path
 ) -> None:
     """With weights that the router makes of them. Where they are not known, it chooses."""
+    check_ranks(*written_modes(names, checkpointed, compiled, tmp_path), replays=True)
+
+
+def written_modes(names: list[str], checkpointed: bool, compiled: bool, folder: Path) -> Any:
+    """Folders of these families, and how each runs: padded, and packed if it can."""
     folders, modes = {}, {}
     for name in names:
-        written(tmp_path / name, many(name))
+        written(folder / name, many(name))
         for packed in (False, True)[: 1 + PLAIN[name][2]]:
-            folders[f"{name} {packed}"] = tmp_path / name
+            folders[f"{name} {packed}"] = folder / name
             modes[f"{name} {packed}"] = packed, checkpointed, compiled
-    check_ranks(folders, modes, replays=True)
+    return folders, modes
 
 
 def check_ranks(folders: Any, modes: Any, replays: bool = False) -> None:
@@ -344,6 +343,8 @@ def test_routing_is_replayed_where_it_can_be(
         replaying(dense, "on")
     assert replaying(mixture, "off") == (False, [])
     assert replaying(mixture, "auto") == replaying(mixture, "on") == (True, [])
+    on_gpus: Any = SimpleNamespace(config=parse([]), engine="vllm", device=torch.device("cuda"))
+    assert "tried with vLLM on GPUs" in cast(Any, Resolved.unreplayed).fget(on_gpus)
     late = tmp_path / "late"  # its first layers are dense
     written(late, configured("qwen3_moe", EXPERTS | {"mlp_only_layers": [0, 1], **DEEP}))
     assert replaying(late, "on") == (True, [])

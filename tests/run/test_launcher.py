@@ -16,6 +16,7 @@ from runs import names
 from terminal import Terminal
 from torch.distributed.run import get_args_parser
 
+from splitppo.__main__ import main
 from splitppo.config import Config
 from splitppo.config.cli import parse
 from splitppo.config.toml import leaves
@@ -203,3 +204,12 @@ def test_ranks_that_are_new_interpreters_are_as_quiet(tmp_path: Path) -> None:
     terminal.type(b"\x03")
     assert terminal.wait() == 130
     assert terminal.lines() == ["interrupted; nothing is saved"]
+
+
+def test_a_script_alone_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun's flags; the trainer's alone run in this process."""
+    launched: list[Any] = []
+    monkeypatch.setattr("splitppo.run.launcher.launch", lambda *words: launched.append(words))
+    monkeypatch.setattr("sys.argv", ["splitppo", "train", "mine.py", "--steps", "3"])
+    assert main() == 0
+    assert launched == [([], ["mine.py", "--steps", "3"])]
