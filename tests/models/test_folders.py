@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import PLAIN, configure, configured, edited, in_fp8, written
+from test_families import MIXED, PLAIN, configure, configured, edited, in_fp8, written
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -282,10 +282,22 @@ def test_fp8_is_said_and_scales_that_fit_no_block_are_refused(tmp_path: Path) ->
     stored = load_file(tmp_path / "model.safetensors")[name].float()
     up = model.get_parameter(name)
     assert torch.equal(up, 2 * stored), "48 rows in blocks of 16"
-    stacked = {name: stored.to(torch.float8_e4m3fn)[None], f"{name}_scale_inv": torch.ones(1, 3, 2)}
-    edited(tmp_path, lambda weights: weights | stacked)
-    with pytest.raises(UserError, match=name):  # blocks have two dimensions
-        notes()
+
+
+def test_fp8_weights_with_more_dimensions_than_blocks_are_refused(tmp_path: Path) -> None:
+    """Stacked experts, as gpt-oss stores them."""
+    written(tmp_path, configured("gpt_oss", MIXED))
+    names = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("down_proj")]
+
+    def stacked_in_fp8(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        scale = {f"{names[0]}_scale_inv": torch.ones(len(weights[names[0]]), 1, 1)}
+        return weights | {names[0]: weights[names[0]].to(torch.float8_e4m3fn)} | scale
+
+    edited(tmp_path, stacked_in_fp8)
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    configure(tmp_path, quantization_config=blocks)
+    with pytest.raises(UserError, match=f"{names[0]} is stored as F8_E4M3"):
+        check_folder(read_config(str(tmp_path)), str(tmp_path), "policy", random_init=False)
 
 
 @pytest.mark.parametrize("shape", [(48, 1), (1, 32), (24, 2), ()])
