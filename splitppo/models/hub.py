@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from huggingface_hub.utils import WeakFileLock, disable_progress_bars, enable_pr
 
 from splitppo.errors import FULL, UserError
 from splitppo.job.launch import ERROR_FILE
-from splitppo.models.tokenizer import WRITTEN
 
 # of a model: the files beside config.json, and only one format of the weights
 FILES = (
@@ -161,38 +158,6 @@ def public_name(name: str) -> str:
     match = MODEL.fullmatch(name)
     on_hub = name.startswith("hf://") or (match and re.fullmatch(COMMIT, match[2] or ""))
     return name if on_hub else os.path.basename(os.path.abspath(name))
-
-
-def upload(folder: Path, repo: str, *, public: bool) -> str:
-    """Uploads a folder's files into a model repository, which is made if there is none: a private
-    one, unless it may be `public`. Files of an earlier upload are deleted. Returns its address.
-    Raises UserError if the hub refuses, or the repository is public and may not be."""
-    hub = HfApi()
-    url = f"{hub.endpoint}/{repo}"
-    try:
-        hub.create_repo(repo, private=not public, exist_ok=True)
-        if not public and not hub.repo_info(repo).private:
-            raise UserError(
-                f"{url} is public; give --public if everyone may read these models, or name "
-                "another repository"
-            )
-        hub.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message="Models trained with splitppo",
-            delete_patterns=[
-                escape(file)
-                for file in hub.list_repo_files(repo)
-                if "/" not in file and any(fnmatch(file, pattern) for pattern in WRITTEN)
-            ],
-        )
-    except FAILURES as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"uploading to {url} failed ({type(error).__name__}: {cause}); set HF_TOKEN to a token "
-            "that may write there (or run hf auth login), check OWNER/NAME and the network"
-        ) from error
-    return url
 
 
 def _explain(name: HubName, error: BaseException) -> UserError:

@@ -14,8 +14,6 @@ TEMPLATE = "the chat template"
 # without one of these files, transformers returns an empty tokenizer and no error
 FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 TOKENIZER_FILES = (*FILES, "merges.txt", "*_tokens*.json", "chat_template*")
-# all that is written into a model's folder or repository; the next export or push replaces it
-WRITTEN = (*TOKENIZER_FILES, "*.json", "*.safetensors", "*.py", "README.md")
 LONGEST_CHARACTER = 8  # tokens; one of UTF-8 has four bytes at most
 
 

@@ -1,11 +1,8 @@
 """A checkpoint's models: opened, loaded, and written as Hugging Face folders. The commands import
 this when they must, since torch takes seconds."""
 
-import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +11,21 @@ from transformers import logging
 
 from splitppo.config import Config
 from splitppo.config.cli import parse
-from splitppo.config.toml import leaves, toml_value
 from splitppo.errors import UserError
 from splitppo.models import build, lora
-from splitppo.models.hub import public_name
 from splitppo.models.names import buffers_of, weights_of
-from splitppo.models.tokenizer import WRITTEN
 from splitppo.models.weights import assemble, fill, materialize, save, to_precision
 from splitppo.run.checkpoint import complete, damage, read_tensors, step_of
 from splitppo.run.models import describe
 from splitppo.run.sources import model_folder, model_paths
-from splitppo.tools.runs import check_folder, read_columns
+from splitppo.tools.runs import check_folder
 
 PARTS = {"policy": "actor", "value": "critic"}  # of a checkpoint, by the model that they hold
-TITLE = "trained with splitppo"  # in the first line of a card
-# in a card
-NAMES = (
-    *("policy.path", "reference.path", "value.path", "teacher.path", "reward.model"),
-    *("data.files", "data.validation_files"),
-)
-VERSIONS = ("python", "splitppo", "torch", "transformers", "safetensors", "vllm", "git")
-SHOWN = ("val/score/mean", "critic/score/mean", "response_length/mean", "actor/ref_kl")
 
 
 def open_run(run: Path, step: int | None) -> tuple[Config, int, Path]:
     """A run's configuration; the step and the folder of its checkpoint of that step, or of the
     newest. Raises UserError if none is there and whole."""
-
     check_folder(run, file="config.toml")
     checkpoints = {step_of(folder): folder for folder in complete(run)}
     if not checkpoints:
@@ -72,8 +57,9 @@ def write_models(
     config, step, saved = open_run(run, step)
     out = out or run / "export" / f"step_{step:06d}"
     kinds = kinds_of(config)
-    for kind in kinds:
-        _check_replaced(out / kind)
+    for folder in (out / kind for kind in kinds):
+        if folder.exists():
+            raise UserError(f"{folder} exists; remove it, or name another --out")
     for kind in kinds:
         folder = out / kind
         partial = folder.with_name(f"{kind}.partial")
@@ -90,87 +76,11 @@ def write_models(
                 model_folder(config, run, "policy"),
                 own_code=config.policy.trust_remote_code,
             )
-        (partial / "README.md").write_text(model_card(config, run, step, kind), encoding="utf-8")
-        _replace(folder, partial)
+        partial.rename(folder)
         print(f"{folder.name}: {folder}")
     if config.policy.path == "tiny":
         print(f"to train it on with its settings: --config tiny --policy.path {out / 'policy'}")
     return out
-
-
-def _check_replaced(folder: Path) -> None:
-    """Raises a UserError if a folder to write holds files of others: an export replaces its own
-    alone."""
-    card = folder / "README.md"
-    by_us = card.is_file() and TITLE in card.read_text(encoding="utf-8", errors="replace")
-    if folder.exists() and not (by_us or (folder.is_dir() and not any(folder.iterdir()))):
-        raise UserError(
-            f"{folder} exists and was not written by splitppo export; name another --out"
-        )
-
-
-def _replace(folder: Path, written: Path) -> None:
-    """Puts the files of `written` in the place of those that an earlier export left."""
-
-    folder.mkdir(exist_ok=True)
-    for earlier in {file for pattern in WRITTEN for file in folder.glob(pattern)}:
-        if earlier.is_file():
-            earlier.unlink()
-    for file in written.iterdir():
-        file.replace(folder / file.name)
-    written.rmdir()
-
-
-def model_card(config: Config, run: Path, step: int, kind: str) -> str:
-    """A README for the model hub: what the model is, its figures, settings and versions. Nothing of
-    the machine is in it, and no text that somebody wrote but the names of models and data."""
-
-    last = [column[step].metrics for column in read_columns(run) if step in column]
-    figures = "\n".join(
-        f"* `{name}`: {v:.4g}" for metrics in last for name, v in metrics.items() if name in SHOWN
-    )
-    what = (
-        "Policy"
-        if kind == "policy"
-        else "Value model (one label x: the value of each position; with a value_range in "
-        "config.json it is low + (high - low) * sigmoid(x))"
-    )
-    settings = "\n".join(f"{name} = {toml_value(value)}" for name, value in public_settings(config))
-    versions = json.loads((run / "versions.json").read_text(encoding="utf-8"))
-    shown = {name: version for name, version in versions.items() if name in VERSIONS}
-    return f"""\
----
-library_name: transformers
-tags: [ppo, splitppo]
----
-# {what} {TITLE}
-
-Started from {public_name(model_paths(config)[kind])}, {step} of {config.steps} steps. \
-Figures of step {step}:
-
-{figures}
-
-Settings and versions:
-
-```toml
-{settings}
-```
-
-```json
-{json.dumps(shown, indent=1)}
-```
-"""
-
-
-def public_settings(config: Config) -> Iterator[tuple[str, Any]]:
-    """The settings that are numbers or switches, and the names of models and data, without their
-    folders. Texts may hold anything."""
-    for name, value in leaves(asdict(config)):
-        values = value if isinstance(value, list | tuple) else [value]
-        if name in NAMES and value:
-            yield name, [public_name(each) for each in values]
-        elif values and all(isinstance(each, int | float) for each in values):
-            yield name, value
 
 
 def load_model(config: Config, run: Path, kind: Any, saved: Path | None) -> Any:

@@ -531,7 +531,6 @@ def test_two_ranks_train_a_model_with_code_of_its_own_by_name(
     out = export.export(tmp_path / "run")
     for kind in ("policy", "value"):
         assert (out / kind / "own.py").read_text() == OWN
-        assert f"acme/own@{commit}" in (out / kind / "README.md").read_text()
         check_folder(
             read_config(str(out / kind), own_code=True), str(out / kind), kind, random_init=False
         )  # type: ignore

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import Hub, settings
+from hub import settings
 from huggingface_hub import constants
 from ranks import run_ranks
 from runs import SMALL, assert_same, figures
@@ -142,11 +142,6 @@ def test_report_export_and_the_trained_policys_chat_need_the_folder_alone(
     told = capsys.readouterr()
     assert told.err == ""
     policy = moved / "run" / "export" / "step_000004" / "policy"
-    card = (policy / "README.md").read_text()
-    assert "Started from base" in card
-    assert "torch" in card
-    typed_words = json.loads((moved / "run" / "versions.json").read_text())["command"].split()
-    assert not [word for word in typed_words if len(word) > 8 and word in card]
     for file in policy.iterdir():
         for secret in (str(kept[1]), str(moved)):
             assert secret.encode() not in file.read_bytes(), (file.name, secret)
@@ -302,54 +297,3 @@ def test_files_are_compared_by_their_contents(
     assert [change[0] for change in run_files.changes(config, tmp_path, inputs)] == [
         "data.files b/two.jsonl"
     ]
-
-
-def test_push_uploads_what_export_writes(
-    moved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = Hub()
-    hub.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    lines = []
-    for token, words in (
-        (False, ["run", "me"]),
-        (False, ["run", "me/it"]),
-        (True, ["run", "me/it", "--value"]),
-    ):
-        if token:
-            monkeypatch.setenv("HF_TOKEN", "hf_token")
-        status = typed(monkeypatch, "push", *words)
-        told = capsys.readouterr()
-        assert (status, told.err.count("\n")) == ((0, 0) if token else (2, 1)), told.err
-        lines.append(told.err)
-    assert lines[0] == "error: me: no name of a repository on the hub; write OWNER/NAME\n"
-    assert lines[1].startswith(f"error: uploading to {hub.endpoint}/me/it failed (")
-    assert "HF_TOKEN" in lines[1]
-    assert told.out.splitlines()[-2:] == [
-        f"policy: {hub.endpoint}/me/it",
-        f"value: {hub.endpoint}/me/it-value",
-    ]
-    assert hub.private == {"me/it", "me/it-value"}
-    for repo, kind in (("me/it", "policy"), ("me/it-value", "value")):
-        (files,) = [files for files in hub.repos["model", repo].values() if files]
-        folder = moved / "run" / "export" / "step_000004" / kind
-        assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
-    mine = {"notes.md": b"mine", "gguf/config.json": b"{}"}
-    hub.push(
-        "me/it", files | mine | {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
-    )
-    assert typed(monkeypatch, "push", "run", "me/it") == 0
-    again = hub.repos["model", "me/it"][hub.refs["model", "me/it"]["main"]]
-    policy = moved / "run" / "export" / "step_000004" / "policy"
-    assert again == mine | {path.name: path.read_bytes() for path in policy.iterdir()}
-    capsys.readouterr()
-    hub.private.clear()
-    assert typed(monkeypatch, "push", "run", "me/it") == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: {hub.endpoint}/me/it is public; give --public"
-    )
-    assert typed(monkeypatch, "push", "run", "me/it", "--public") == 0
-    hub.status = 503
-    assert typed(monkeypatch, "push", "run", "me/it") == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    hub.close()
