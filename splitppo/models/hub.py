@@ -4,18 +4,15 @@ HF_TOKEN."""
 
 import os
 import re
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
-from huggingface_hub.utils import WeakFileLock, disable_progress_bars, enable_progress_bars
+from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 
 from splitppo.errors import FULL, UserError
-from splitppo.job.launch import ERROR_FILE
 
 # of a model: the files beside config.json, and only one format of the weights
 FILES = (
@@ -52,7 +49,7 @@ class HubName:
     def get(self, patterns: Sequence[str], **options: Any) -> Any:
         """huggingface_hub's download of a data set's file, or of the files of a model that match
         the patterns, without subfolders. Returns the path."""
-        options = {"revision": self.revision} | options
+        options |= {"revision": self.revision}
         if self.file:
             return hf_hub_download(self.repo, self.file, repo_type=self.kind, **options)
         return snapshot_download(
@@ -92,64 +89,15 @@ def find(
     if not match[2] and (of_run := re.search(pinned, before)):
         name = replace(name, revision=of_run[1])
     patterns = [*files, *["*.py"] * own_code]
-    if fetch and not constants.HF_HUB_OFFLINE:
-        # one rank of a node fetches first; lock files lie in the folder that torchrun makes at each
-        # start
-        started = os.environ.get(ERROR_FILE)
-        with WeakFileLock(Path(started).parents[1] / "hub.lock") if started else nullcontext():
-            path = _fetch(name, patterns)
-    else:
-        try:
-            path = name.get(patterns, local_files_only=True)
-        except FAILURES as error:
-            at = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
-            raise name.error(
-                f"{NO_FOLDER[name.kind]}not in the cache {constants.HF_HUB_CACHE}",
-                f"fetch it where there is a network (hf download {name.repo} {at})"
-                + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE,
-            ) from error
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        disable_progress_bars()  # one rank of a node shows them; all wait for each other's files
+    offline = constants.HF_HUB_OFFLINE or not fetch
+    try:
+        path = name.get(patterns, local_files_only=offline)
+    except FAILURES as error:
+        raise _explain(name, error, offline=offline) from error
     (commit,) = re.findall(f".*/snapshots/{COMMIT}", path)
     return str(replace(name, revision=commit)), path
-
-
-def _fetch(name: HubName, patterns: Sequence[str]) -> str:
-    """Fetches what the cache lacks; returns the path. If the hub doesn't answer, the cache's commit
-    will do."""
-    try:
-        info = HfApi().repo_info(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.revision,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-    except FAILURES as error:
-        with suppress(*FAILURES):
-            path = name.get(patterns, local_files_only=True)
-            print(f"{_explain(name, error)}. Using the cached {path}", file=sys.stderr, flush=True)
-            return path
-        raise _explain(name, error) from error
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        disable_progress_bars()  # of the search
-    try:
-        files = name.get(patterns, revision=info.sha, dry_run=True)
-        missing = [file for file in ([files] if name.file else files) if file.will_download]
-        if missing:
-            print(
-                f"fetching {name} (commit {info.sha}): "
-                f"{sum(file.file_size or 0 for file in missing) / 1e6:,.1f} MB "
-                f"in {len(missing)} files, to {constants.HF_HUB_CACHE}",
-                file=sys.stderr,
-                flush=True,
-            )
-        if missing and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and sys.stderr.isatty():
-            enable_progress_bars()
-        path = name.get(patterns, revision=info.sha)
-        if name.revision != info.sha:
-            # all files are there: now the branch may lead to them
-            name.get(patterns)
-    except FAILURES as error:
-        raise _explain(name, error) from error
-    return path
 
 
 def public_name(name: str) -> str:
@@ -160,8 +108,8 @@ def public_name(name: str) -> str:
     return name if on_hub else os.path.basename(os.path.abspath(name))
 
 
-def _explain(name: HubName, error: BaseException) -> UserError:
-    """What huggingface_hub's error means for the user."""
+def _explain(name: HubName, error: BaseException, *, offline: bool) -> UserError:
+    """What huggingface_hub's error means for the user; `offline`: only the cache was searched."""
     if isinstance(error.__cause__, errors.HTTPError) and not isinstance(error, errors.HTTPError):
         error = error.__cause__  # of a request that failed
     hub = constants.ENDPOINT
@@ -169,7 +117,14 @@ def _explain(name: HubName, error: BaseException) -> UserError:
     url = f"{hub}/{'datasets/' if name.file else ''}{name.repo}"
     cause = str(error).strip().partition("\n")[0]
     full = any(f"(os error {number})" in str(error) for number in FULL)
+    where = f"--repo-type {name.kind} --revision {name.revision} {name.file}".strip()
     meanings = (
+        (
+            offline,
+            f"{NO_FOLDER[name.kind]}not in the cache {constants.HF_HUB_CACHE}",
+            f"fetch it where there is a network (hf download {name.repo} {where})"
+            + ", or unset HF_HUB_OFFLINE" * constants.HF_HUB_OFFLINE,
+        ),
         (
             isinstance(error, errors.GatedRepoError),
             "gated",
