@@ -152,7 +152,6 @@ def test_whiten_keeps_dtype_and_takes_no_gradient():
         ("k1", [math.log(2), -math.log(2)], [1, 1]),
         ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2], [math.log(2), -math.log(2)]),
         ("k3", [math.log(2) - 1 / 2, 1 - math.log(2)], [1 / 2, -1]),
-        ("abs", [math.log(2), math.log(2)], [1, -1]),
     ],
 )
 def test_kl_by_hand(kind, want, slope):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KLKind = Literal["k1", "k2", "k3", "abs"]
+KLKind = Literal["k1", "k2", "k3"]
 
 _ALIKE = 1e-12  # variance of targets that are alike but for rounding
 # nats; a log-ratio is clamped to this on either side before its exponential is taken
@@ -104,9 +104,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
     With `r = ref / policy`, the ratio of the probabilities (Schulman 2020): `k1` = -log r,
     unbiased, may be negative; `k2` = (log r)^2 / 2, biased, low variance; `k3` = r - 1 - log r,
-    unbiased and never negative; `abs` = |log r|. `k3` is that of the clamped log r, and has no
-    gradient where it is clamped (`clamp_log_ratio`). Gradient flows into `logprobs` only. Both must
-    be finite everywhere, padding included, if a gradient is taken.
+    unbiased and never negative. `k3` is that of the clamped log r, and has no gradient where it is
+    clamped (`clamp_log_ratio`). Gradient flows into `logprobs` only. Both must be finite
+    everywhere, padding included, if a gradient is taken.
     """
     check_shapes(logprobs.dim(), logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_r = ref_logprobs.detach() - logprobs
@@ -114,8 +114,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
         return -log_r
     if kind == "k2":
         return 0.5 * log_r.square()
-    if kind == "abs":
-        return log_r.abs()
     # expm1: near log_r = 0, exp(log_r) - 1 would lose the digits that the estimate consists of.
     return torch.expm1(clamped := clamp_log_ratio(log_r)) - clamped
 

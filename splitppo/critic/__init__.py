@@ -30,7 +30,7 @@ from splitppo.rewards.scorer import (
     count_failures,
     to_score,
 )
-from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores, spread_of
+from splitppo.rewards.shaping import place_spans, shape_scores, spread_of
 from splitppo.rollout import Rollout, add_turn_rewards, digest
 from splitppo.rollout.wire import pack
 
@@ -90,8 +90,6 @@ class Critic:
         self.reference = reference
         self.teacher = teacher
         self.group = group
-        ppo = context.config.ppo
-        self.kl = AdaptiveKL(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         reward = context.named.reward
         scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
         steps = filter(None, (reward.label, reward.steps, reward.step_token))
@@ -172,21 +170,18 @@ class Critic:
         counts = len(rollout.rows), rollout.tokens, "spans" in scored.extra
         sums = torch.tensor([float(kl.sum()), *map(float, counts)])
         kl_sum, rows, tokens, with_spans = self.group.all_sum(sums).tolist()
-        metrics: dict[str, Any] = {"critic/kl_coef": self.kl.coef}
         if not rows:  # none has ended in this step
-            nothing = Estimate(torch.zeros(0), torch.zeros(0), metrics)
+            nothing = Estimate(torch.zeros(0), torch.zeros(0))
             return (
                 self.teacher.lead(nothing, rollout, old, scored.taught) if self.teacher else nothing
             )
-        metrics |= {"critic/kl_row": kl_sum / rows}
+        metrics = {"critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         first = not self.past_scores.count
         # a row would gain by each part that it has or lacks, of whose mean it were less
         centered = not (with_spans or self.context.config.has_env)
         rewards, spans = self._rewards(scored, kl, centered=centered)
         waits = step <= max(self.context.config.ppo.critic_warmup, self.pretrain_steps)
-        if not waits:
-            self.kl.update(kl_sum / rows, round(rows))  # the next step's coefficient
         estimate = self.baseline.estimate(
             rollout,
             rewards,
@@ -240,7 +235,7 @@ class Critic:
         spans = sum(scored.spans, torch.zeros(rollout.tokens)) / scale
         paid = rollout.turn_rewards() / scale + spans
         last = shaped - rollout.sums(paid)
-        rewards = algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl.coef)
+        rewards = algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=config.ppo.kl_coef)
         return paid + rewards, spans
 
     def _summaries(
@@ -256,8 +251,6 @@ class Critic:
         }
         for name, column in estimate.columns.items():
             figures[f"{name}s"] = column
-            if self.context.config.has_env:
-                figures[f"turn_{name}s"] = column[rollout.turn_starts()]
         return summaries({f"critic/{name}": x for name, x in figures.items()}, self.group)
 
     def close(self) -> None:
@@ -268,17 +261,13 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         return {
-            "kl_coef": self.kl.coef,
             "scores": [float(part) for part in vars(self.past_scores).values()],
             "scored_by": self.scored_by,
             "failing": self.failing,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned; a KL coefficient that does not adapt is the
-        configuration's, and moments of another reward's scores are left out."""
-        if self.kl.target is not None:
-            self.kl.coef = state["kl_coef"]
+        """Goes on from what `state` returned; moments of another reward's scores are left out."""
         if state["scored_by"] == self.scored_by:
             self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
         self.failing = state["failing"]

@@ -1,9 +1,8 @@
 """Turns a row's score into the reward of its last token, apart from the rewards of spans inside the
-response. The adaptive KL controller."""
+response."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,22 +12,6 @@ from splitppo.config import RewardConfig
 from splitppo.models.tokenizer import token_ends
 from splitppo.rewards.functions import Spans
 from splitppo.rollout import Rollout
-
-
-@dataclass
-class AdaptiveKL:
-    """The adaptive KL controller of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2."""
-
-    coef: float  # the KL coefficient of the next step
-    # KL per row in nats, summed over tokens; None: the coefficient is constant
-    target: float | None
-    horizon: int  # rows in which an error of 1 would double the coefficient, but for clipping
-
-    def update(self, kl: float, rows: int) -> None:
-        """Adapts the coefficient to a step's mean KL per row."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * rows / self.horizon
 
 
 def spread_of(moments: algo.Moments) -> Tensor:

@@ -260,13 +260,6 @@ class Rollout:
         ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0) - 1
         return torch.zeros(self.tokens).index_put((ends,), torch.tensor(rewards))
 
-    def turn_starts(self) -> Tensor:
-        """Where in `[N]` each turn begins."""
-        counts = torch.tensor(
-            [len(said) for episode in self.episodes for said, _ in episode.turns], dtype=torch.int64
-        )
-        return counts.cumsum(0) - counts
-
     def turns(self) -> Tensor:
         """`[N]` int64: the turn of each response token, from 0. Between two turns stands what an
         environment answered."""

@@ -80,7 +80,6 @@ VERL = {
     "ppo.value_clip": 0.5,
     "ppo.entropy_coef": 0.0,
     "ppo.kl_kind": "k1",
-    "ppo.kl_target": None,
     "ppo.kl_loss_coef": 0.0,
     "ppo.whiten": True,
     "ppo.epochs": 1,

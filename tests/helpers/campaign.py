@@ -51,7 +51,7 @@ FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpo
 ALGORITHM = [
     [
         "ppo.kl-coef=0.05",
-        "ppo.kl-coef=0.05 ppo.kl-kind=abs",
+        "ppo.kl-coef=0.05 ppo.kl-kind=k2",
         "ppo.kl-coef=0.1 ppo.kl-target=0.002 ppo.kl-horizon=60",
     ],
     ["ppo.kl-loss-coef=0.1", "ppo.kl-loss-coef=0.1 ppo.kl-loss-kind=k2"],

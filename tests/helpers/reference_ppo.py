@@ -93,8 +93,6 @@ class Hyper:
     importance: str = "off"
     importance_cap: float = 2.0
     mask_truncated: bool = False
-    kl_target: float | None = None
-    kl_horizon: int = 10000
     old_logprobs: str = "trainer"
     coef: float = 0.0  # of what a teacher says
     top_k: int = 0
@@ -221,7 +219,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     log_r = ref_logp - logp
     k3 = (bounded(log_r).exp() - 1) - bounded(log_r)
-    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "abs": log_r.abs()}[kind]
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3}[kind]
 
 
 def rounding(error: Tensor, size: Tensor) -> Tensor:
@@ -622,7 +620,4 @@ def reference_ppo(
         )
         if waited == number - 1 and not results[-1].policy_losses:
             waited = number
-        if hyper.kl_target is not None and learns:  # Ziegler et al. 2019, section 2.2
-            error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
-            kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon
     return results

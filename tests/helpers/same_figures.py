@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 # figures of the clock, and of earlier versions alone
-LEFT_OUT = ("timing_s", "perf/", "val/best_", "actor/stale_", "window/ess")
+LEFT_OUT = (
+    *("timing_s", "perf/", "val/best_", "actor/stale_", "window/ess", "critic/kl_coef"),
+    "critic/turn_",
+)
 STEPS, RESUMED = 5, 3  # steps of a run; the step whose checkpoint AFTER resumes
 COMMON = f"""--steps {STEPS} --rollout.batch-size 12 --rollout.max-new-tokens 8
     --rollout.temperature 0.9 --ppo.mini-batches 2 --ppo.kl-coef 0.02 --ppo.epochs 2

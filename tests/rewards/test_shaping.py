@@ -9,7 +9,7 @@ from texts import bytes_tokenizer
 
 from splitppo import algo
 from splitppo.config import RewardConfig
-from splitppo.rewards.shaping import AdaptiveKL, place_spans, shape_scores
+from splitppo.rewards.shaping import place_spans, shape_scores
 from splitppo.rollout import Rollout
 
 SCORES = torch.tensor([1.0, 3.0, -5.0, 1.0])
@@ -84,21 +84,6 @@ def test_no_response_costs_more_than_the_whole_penalty() -> None:
         torch.zeros(3), [6, 10, 14], [False] * 3, moments, config, max_new_tokens=10
     )
     assert shaped.tolist() == [0.0, -2.0, -2.0]
-
-
-@pytest.mark.parametrize(
-    ("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)]
-)
-def test_the_kl_coefficient_follows_the_kl(kl: float, factor: float) -> None:
-    controller = AdaptiveKL(0.5, 6.0, 10000)
-    controller.update(kl, 100)
-    assert controller.coef == pytest.approx(0.5 * factor)
-
-
-def test_a_coefficient_without_a_target_stays() -> None:
-    controller = AdaptiveKL(0.5, None, 10000)
-    controller.update(60.0, 100)
-    assert controller.coef == 0.5
 
 
 def test_a_span_is_paid_at_the_token_with_its_last_character() -> None:

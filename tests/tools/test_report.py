@@ -195,7 +195,7 @@ def two_runs(tmp_path: Path) -> list[Path]:
     long[2]["val/score/mean"], long[3]["val/score/mean"] = 0.75, 0.5
     first = compared_run(
         tmp_path / "long",
-        Config(steps=3, seed=1, run_dir="long", ppo=PPOConfig(kl_target=0.1)),
+        Config(steps=3, seed=1, run_dir="long", ppo=PPOConfig(lam_value=0.1)),
         long,
     )
     second = compared_run(
@@ -238,15 +238,15 @@ def test_settings_that_differ_between_runs(two_runs: list[Path]):
     assert rows == [
         ("steps", "3", "9"),
         ("ppo.lam", "1.0", "-"),
-        ("ppo.kl_target", "0.1", "unset"),
+        ("ppo.lam_value", "0.1", "unset"),
         ("older.flag", "-", "[1.0]"),
     ]
-    for run, given in zip(two_runs, (["steps"], ["ppo.kl_target", "run_dir"]), strict=True):
+    for run, given in zip(two_runs, (["steps"], ["ppo.lam_value", "run_dir"]), strict=True):
         assert settings_table(read_runs(two_runs))[1:] == rows, (
             "one of them has no record of what its user set"
         )
         (run / "given.json").write_text(json.dumps(given))
-    assert [row[0] for row in settings_table(read_runs(two_runs))[1:]] == ["steps", "ppo.kl_target"]
+    assert [row[0] for row in settings_table(read_runs(two_runs))[1:]] == ["steps", "ppo.lam_value"]
     (two_runs[1] / "config.toml").unlink()
     assert settings_table(read_runs(two_runs)) == [heads], "a run without settings differs in none"
 
