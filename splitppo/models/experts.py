@@ -22,7 +22,7 @@ def experts_of(model: nn.Module) -> list[Any]:
         module
         for module in model.modules()
         if any(weight.ndim == 3 for weight in module.parameters(recurse=False))
-        and getattr(module, "num_experts", 0)
+        and hasattr(module, "num_experts")
     ]
 
 
@@ -36,7 +36,8 @@ def routers_of(model: nn.Module) -> list[Any]:
 def top_k(model: nn.Module) -> int:
     """Experts to which a token goes in a layer."""
     config = cast(Any, model).config
-    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+    k = getattr(config, "num_experts_per_tok", None)
+    return config.top_k_experts if k is None else k
 
 
 def active(model: nn.Module) -> int:

@@ -79,7 +79,7 @@ class FolderNames:
         for stack in self.stacks:
             kinds = stack.source_patterns
             for number, kind in enumerate(kinds):
-                pattern = re.escape(kind).replace(r"\*", r"(\d+)")
+                pattern = re.escape(kind).replace(r"\*", "(0|[1-9][0-9]*)")
                 if matched := re.search(f"{pattern}$", name):
                     place = int(matched[1]) * len(kinds) + number
                     name = name[: matched.start()] + stack.target_patterns[0]

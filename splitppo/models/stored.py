@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from splitppo.errors import UserError
 from splitppo.models.build import SCALE, folder_error
-from splitppo.models.experts import experts_of
 from splitppo.models.heads import SharedModel, ValueModel
 from splitppo.models.names import (
     HEAD,
@@ -145,12 +144,14 @@ class Stored:
         """Raises a UserError that names the first weight that is missing, of another shape or type,
         or unexpected."""
         head = HEAD if isinstance(self.model, HEADED) else ()
+        names = cast(Any, self.model).folder_names
         for name, tensor in self.weights.items():
             if name in self.made_of:
                 self._check_stored(name, tensor)
-            elif isinstance(tensor, nn.Parameter) and name not in head:
-                names = cast(Any, self.model).folder_names.stored(name, tensor.shape)
-                missing = next((each for each in names if each not in self.files), name)
+            # without its buffer, a router chooses other experts
+            elif (isinstance(tensor, nn.Parameter) or names.exact(name)) and name not in head:
+                due = names.stored(name, tensor.shape)
+                missing = next((each for each in due if each not in self.files), name)
                 raise folder_error(
                     self.folder, f"no weight {missing} in its safetensors", self.remedy
                 )
@@ -268,11 +269,9 @@ class Stored:
             return self._read(tensors[0], where)
         experts, *shape = self.weights[name].shape
         each = len(tensors) // experts
-        matrices = [
-            torch.cat([self._read(stored) for stored in tensors[expert * each :][:each]])
-            for expert in range(experts)[where[0] if where else slice(None)]
-        ]
-        return torch.stack(matrices) if matrices else torch.empty(0, *shape)
+        first, last, _ = (*where, slice(None))[0].indices(experts)
+        matrices = [self._read(stored) for stored in tensors[first * each : last * each]]
+        return torch.cat(matrices).view(-1, *shape) if matrices else torch.empty(0, *shape)
 
     def _read(self, stored: str, where: tuple[slice, ...] = ()) -> Tensor:
         if stored + SCALE not in self.files:
@@ -294,8 +293,6 @@ def open_folder(folder: str, model: Any) -> Stored:
     files, other_files = _open_files(Path(folder))
     shapes = {name: file.get_slice(name).get_shape() for name, file in files.items()}
     names = model.folder_names
-    if any(module.num_experts == 1 for module in experts_of(model)):
-        raise folder_error(folder, "its layers have one expert each", "use a dense model")
     ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
     weights = own_weights(weights_of(model)) | buffers_of(model)
     known = dict.fromkeys([*weights, *ties], True)

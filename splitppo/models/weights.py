@@ -15,7 +15,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from splitppo.errors import one_line
 from splitppo.models.build import Kind, build, check_type, folder_error, on_meta, read_config
+from splitppo.models.experts import experts_of, top_k
 from splitppo.models.heads import ValueModel
 from splitppo.models.names import HEAD, buffers_of, own_weights, ties_of, weights_of
 from splitppo.models.sharding import bounds, described, local
@@ -39,11 +41,19 @@ def check_folder(
     try:
         model = build(config, kind)
     except Exception as error:  # whatever a wrong field leads to in the model's code
+        cause = one_line(f"{type(error).__name__}: {error}")[:200]
         raise folder_error(
             folder,
-            f"no model can be built from its config.json ({type(error).__name__}: {error})",
+            f"no model can be built from its config.json ({cause})",
             "correct that file, or use another model",
         ) from error
+    for number in {module.num_experts for module in experts_of(model)}:
+        if not 0 < top_k(model) <= number or number == 1:
+            raise folder_error(
+                folder,
+                f"config.json sends a token to {top_k(model)} of {number} experts",
+                "correct that file, or use a dense model",
+            )
     if random_init:
         return []
     stored = open_folder(folder, model)

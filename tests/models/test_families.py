@@ -422,6 +422,11 @@ def stacked(weights: dict[str, torch.Tensor]) -> Any:
     return weights | {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 32, 16)}
 
 
+def renumbered(weights: dict[str, torch.Tensor]) -> Any:
+    return {name.replace("experts.1.", "experts.01."): weights[name] for name in weights}
+
+
+BIAS = "e_score_correction_bias"
 MXFP4 = {"quant_method": "mxfp4"}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 # name -> (type, settings, what is done to the folder, what the line says)
@@ -468,6 +473,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]
     "an expert of another shape": (
         "qwen3_moe", EXPERTS, lambda f: edited(f, shorter("experts.3.down_proj")),
         r"experts\.3\.down_proj\.weight is \[31, 16\], but \[32, 16\]",
+    ),
+    "an expert's number with a zero": (
+        "qwen3_moe", EXPERTS, lambda f: edited(f, renumbered), r"no weight .*experts\.1\.gate_proj",
+    ),
+    "one expert": (
+        "qwen3_moe", EXPERTS, lambda f: configure(f, num_local_experts=1),
+        "a token to 2 of 1 experts; .* dense model",
+    ),
+    "a token to none": (
+        "mixtral", MIXED, lambda f: configure(f, num_experts_per_tok=0), "to 0 of 4 experts",
+    ),
+    "a token to too many": (
+        "glm4_moe", GROUPS, lambda f: configure(f, num_experts_per_tok=5), "to 5 of 4 experts",
+    ),
+    "a router's bias is missing": (
+        "glm4_moe", GROUPS, lambda f: edited(f, drop(f"model.layers.1.mlp.gate.{BIAS}")),
+        f"no weight .*{BIAS}",
     ),
     "an expert in int8": (
         "qwen3_moe", EXPERTS, lambda f: edited(f, one_of("1.up_proj", torch.Tensor.char)),
