@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial, wraps
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,15 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     names. What neither sets is as in the run that goes on in `run_dir`, or else the default.
     `recorded` is as in `read_preset`, whose preset is complete. A wrong preset or flag is a
     UserError; `--help` ends in SystemExit."""
-    if argv and re.fullmatch(r"[^-].*\.toml", argv[0]):
-        raise UserError(f"{argv[0]}: unknown word; did you mean --config {argv[0]}?")
     if sum(word == "--config" or word.startswith("--config=") for word in argv) > 1:
         raise UserError("--config is given twice: only one preset is read; put both into one file")
     path, settings = _preset(argv, recorded)
-    flags = [*_flags(settings), *argv]
     try:
-        config = _read(flags)
-    except UserError:
-        for name, value in settings.items():
-            try:
-                read_flags(Config, "", toml.as_flag(name, value))
-            except UserError as error:
-                raise UserError(
-                    f"--config {path}: {name} = {toml.toml_value(value)}: {error}"
-                ) from error
-        raise
+        read_flags(Config, "", _flags(settings))
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from error
+    flags = [*_flags(settings), *argv]
+    config = _read(flags)
     run = Path(os.path.expanduser(config.run_dir or ""))
     if config.run_dir and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
@@ -179,21 +171,7 @@ def read_flags(
         if not stop.code:
             raise
         # without the colours that tyro writes for a terminal
-        message = _message_of(re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()))
-        raise UserError(_switch_with_value(args, message) or message) from stop
-
-
-def _switch_with_value(args: Sequence[str], message: str) -> str:
-    """What to write for a flag that is on or off, if tyro does not know the value behind one."""
-    for word, following in pairwise([*args, ""]):
-        name, _, value = word.partition("=")
-        value = value or following
-        unknown = rf"Unrecognized options: {re.escape(value)}[;,]"
-        if name.startswith("--") and re.match(unknown, message):
-            setting = re.sub(r"(^--|\.)no-", r"\1", name).removeprefix("--")
-            on, off = (toml.as_flag(setting, state)[0] for state in (True, False))
-            return f"{name} takes no value, and {value} follows: write {on} or {off}"
-    return ""
+        raise UserError(_message_of(re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()))) from stop
 
 
 def read_call(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Callable[[], Any]:
@@ -218,7 +196,9 @@ def _message_of(box: str) -> str:
         message,
     ):
         return "{} {}: write {}: {}".format(*wrong.groups())
-    return f"{message}; {f'did you mean {near}?' if near else 'see --help'}"
+    unknown = message.startswith("Unrecognized") and not near
+    switch = "; a switch takes no value: write --data.chat or --data.no-chat" * unknown
+    return f"{message}{switch}; {f'did you mean {near}?' if near else 'see --help'}"
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:

@@ -291,14 +291,13 @@ def command_line() -> str:
 
 
 def new_folder(parent: str = "runs") -> Path:
-    """Makes `parent`/DATE-TIME. If another run has that name, a number follows it."""
-    name = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        folder = Path(parent, name if number == 1 else f"{name}-{number}")
+    """Makes `parent`/DATE-TIME; a second later if another run has that name."""
+    while True:
+        folder = Path(parent, time.strftime("%Y%m%d-%H%M%S"))
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
-            break
-    return folder
+            return folder
+        time.sleep(1)
 
 
 def write_run_files(

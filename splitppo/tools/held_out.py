@@ -94,9 +94,7 @@ def _of_run(folder: Path, flags: Sequence[str]) -> tuple[Config, Weights] | None
     if not (run / "config.toml").is_file():
         return None
     before, _, saved = open_run(run, step or None)
-    user_settings = files.read_if_there(run / "given.json", json.loads)
-    if user_settings is None:  # of an older version
-        user_settings = DERIVED
+    user_settings = files.read_if_there(run / "given.json", json.loads) or ()
     unset = [word for name in DERIVED if name not in user_settings for word in (flag(name), "None")]
     config = parse(["--config", str(run / "config.toml"), *unset, *flags], recorded=True)
     # the checkpoint has the weights

@@ -52,8 +52,5 @@ def report(
         lines += [overlap, f"run folder: {folders[0]}"]
         page = build_page(folders[0], read[0], chosen)
     path = out or path
-    if path.is_file():
-        write_whole(path, page)  # a browser that loads it again never sees half of it
-    else:
-        path.write_text(page, encoding="utf-8")
+    write_whole(path, page)  # a browser that loads it again never sees half of it
     print(*lines, f"page: {path}", sep="\n")

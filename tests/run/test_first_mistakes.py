@@ -32,7 +32,7 @@ MISTAKES = {
     "no such command": ("trian", ["trian", "train"]),
     "no such flag": (f"{TRAIN} --stpes 3", ["--stpes", "--steps"]),
     "a word for a number": (f"{TRAIN} --steps ten", ["--steps", "ten", "INT"]),
-    "a preset without --config": ("train mine.toml", ["mine.toml", "--config"]),
+    "a preset without --config": ("train mine.toml", ["mine.toml", "--help"]),
     "no such preset": (
         f"{TRAIN} --config mien.toml",
         ["mien.toml", "no such file", "smollm2/addition"],
@@ -139,7 +139,7 @@ MISTAKES = {
     ),
     "no number": (f"{TWO} --policy.optim.lr 1e-6x", ["--policy.optim.lr", "1e-6x", "FLOAT"]),
     "greedy sampling": (f"{TWO} --rollout.temperature 0", ["rollout.temperature=0", "0.001"]),
-    "a value for a switch": (f"{TWO} --force true", ["true", "--no-force"]),
+    "a value for a switch": (f"{TWO} --force true", ["true", "a switch takes no value"]),
     "no such placement": (
         f"{TWO} --placement.mode split",
         ["--placement.mode", "split", "colocated"],

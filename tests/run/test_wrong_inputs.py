@@ -51,9 +51,9 @@ def cases(text: str) -> list[tuple[list[str], list[str]]]:
 FLAGS = cases(r"""
 --steps=x => --steps ... 'x'
 --steps=1.5 => --steps ... '1.5'
---data.chat False => --data.chat takes no value ... False ... --data.chat or --data.no-chat
---ppo.no-whiten=0 --steps 2 => --ppo.whiten or --ppo.no-whiten
---checkpoint.last yes --data.chat no => --checkpoint.last or --checkpoint.no-last
+--data.chat False => Unrecognized options: False; a switch takes no value ... --data.no-chat
+--ppo.no-whiten=0 --steps 2 => Unrecognized options: 0; a switch takes no value
+--checkpoint.last yes --data.chat no => Unrecognized options: yes, no; a switch takes no value
 --rollout.bath-size=8 => --rollout.bath-size ... --rollout.batch-size
 --engine.kind=sglang => --engine.kind ... sglang
 --policy.optim.schedule=step => --policy.optim.schedule ... step
@@ -272,20 +272,20 @@ EARLY = [
 --config={d}/empty_section.toml => there is no checkpoints; did you mean checkpoint.
 --config={d}/below.toml => there is no policy.lr; did you mean policy.optim.lr
 --config={d}/elsewhere.toml => there is no rollout.kl_coef; did you mean ... ppo.kl_coef
---config={d}/type.toml => type.toml: ppo.lam = "high" ... 'high' ... FLOAT
---config={d}/list.toml => list.toml: steps = [1, 2]
+--config={d}/type.toml => type.toml: Error parsing --ppo.lam ... 'high'
+--config={d}/list.toml => list.toml: Unrecognized options: 2; 
 --config={d}/bool.toml => bool.toml: rollout.batch_size = true: write a value
 --config={d}/switch.toml => switch.toml: ppo.whiten = 1: write true or false
---config={d}/pair.toml => pair.toml: reward.clip = 5:  ... FLOAT FLOAT ... ['5'] ... see --help
+--config={d}/pair.toml => pair.toml: ... --reward.clip ... FLOAT FLOAT ... ['5'] ... see --help
 --config={d} => --config {d}: it is a folder
 --config={d}/key.toml --config {d}/list.toml => --config is given twice
-mine.toml => mine.toml: unknown word; did you mean --config mine.toml?
+mine.toml => Unrecognized options: mine.toml
 --rollout.max-new-tokens=1024 =>
     a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024 ...
     path=tiny can
 --data.overlong=filter => data.overlong=filter needs a limit of prompts; set
     rollout.max_prompt_tokens
---config={d}/section.toml => section.toml: steps = {}: --steps '{}': write INT
+--config={d}/section.toml => section.toml: --steps '{}': write INT
 --config={d}/value.toml => value.toml: there is no ppo; did you mean ppo.
 # placement
 --placement.actor=2 =>

@@ -296,7 +296,7 @@ def test_errors_are_one_line(
         ([], "./runs holds no run with metrics"),
         (["nowhere"], "nowhere: no such folder"),
         (["empty"], "empty has no step in metrics/actor.jsonl"),
-        ([str(run), "--out", "no/page.html"], "no/page.html: No such file or directory"),
+        ([str(run), "--out", "no/page.html"], "no/page.html.new: No such file or directory"),
         ([str(run), "nowhere"], "nowhere: no such folder"),
         ([str(run)] * 11, "11 runs: at most 10"),
     ):
