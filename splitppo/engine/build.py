@@ -1,8 +1,5 @@
 """Which engine a run uses, the checks on it, and the start of its process."""
 
-from importlib.metadata import version
-from importlib.util import find_spec
-
 import torch
 from transformers import PretrainedConfig
 
@@ -17,8 +14,9 @@ from splitppo.placement import Placement, check_cut
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
 # settings that are for vLLM only, with their defaults
 FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
-# types whose output layer vLLM does not tie to the embedding
+# types whose output layer vLLM does not tie to the embedding; and whose weights it reorders
 UNTIED = ("glm4_moe", "olmoe", "qwen3_next")
+REORDERED = ("bloom", "falcon", "gpt_oss")
 # vLLM raises lower temperatures to the first silently, and refuses higher ones
 COLDEST = 0.01
 HOTTEST = 2.0
@@ -68,8 +66,8 @@ def check_engine(
     _check_installed(device)
     kind = model_config.model_type
     tied = kind in UNTIED and model_config.tie_word_embeddings
-    if tied or kind == "gpt_oss":
-        why = "has an output layer of its own" if tied else "rearranges the experts"
+    if tied or kind in REORDERED:
+        why = "has an output layer of its own" if tied else "rearranges its weights"
         raise UserError(
             f"engine.kind=vllm: vLLM's model of type {kind!r} {why}, so splitppo can't check the "
             "weights that it sends; use --engine.kind hf"
@@ -118,11 +116,6 @@ def _check_installed(device: str) -> None:
     if (device == "cpu") != ("cpu" in installed):
         raise UserError(
             f"vLLM {installed} does not run on the device {device}; {remedy}, or --engine.kind hf"
-        )
-    if device == "cpu" and find_spec("torchvision") and "+cpu" not in version("torchvision"):
-        raise UserError(
-            f"torchvision {version('torchvision')} is built for CUDA and breaks vLLM on the CPU, "
-            "which needs none; pip uninstall -y torchvision torchaudio torchcodec"
         )
 
 

@@ -62,8 +62,6 @@ def run_rank(play: Callable[[Run], None], flags: Callable[[], Sequence[str]]) ->
         say("interrupted", rank.saved(), error=True)
         return 128 + signal.SIGINT
     except Exception as error:
-        # from here on an engine that ends is a consequence
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not rank.run and isinstance(error, BrokenPipeError):
             raise  # nobody reads the help, or the dry run, to its end
         return _failed(rank, error)

@@ -83,6 +83,8 @@ class VLLMEngine(RolloutEngine):
             try:
                 self._conn = Client(self.address, "AF_UNIX")
             except (FileNotFoundError, ConnectionRefusedError):
+                if self.process and self.process.popen.poll() is not None:
+                    raise self._ended() from None
                 if time.monotonic() - start > self.timeout:
                     raise self._timed_out("its start") from None
                 time.sleep(0.02)
@@ -112,8 +114,6 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         self.loaded = False
         connected = self._conn is not None
-        if self.process:
-            self.process.watched = False
         with suppress(EngineError):  # not connected, or the process has ended
             self._send("close")
             self._conn.close()

@@ -62,12 +62,10 @@ def visible_device(local: int) -> str:
 
 class Process:
     """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run
-    gets ready; `begin` then sends the engine to build. While `watched`, its end raises an
-    EngineError in the main thread."""
+    gets ready; `begin` then sends the engine to build."""
 
     def __init__(self, devices: Sequence[str]):
         self.log: Path | None = None
-        self.watched = True
         # Holds the socket. Only this user can enter it, and the path is short enough for a socket
         # address.
         self.folder = Path(tempfile.mkdtemp(prefix="splitppo-", dir="/tmp"))
@@ -92,7 +90,6 @@ class Process:
             stderr=self._early,
             start_new_session=True,
         )
-        self._previous: Any = signal.signal(signal.SIGCHLD, self._on_child)
 
     def begin(self, plan: Plan) -> None:
         """Sends the plan. Raises EngineError if the process has ended."""
@@ -108,7 +105,6 @@ class Process:
     def exit_report(self, wait: float = 5.0) -> EngineError:
         """How the process ended, with the end of its log. The end comes a moment after the sockets
         close: `wait`."""
-        self.watched = False
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(wait)
         status = self.popen.returncode
@@ -128,19 +124,13 @@ class Process:
     def end(self, *, kill: bool = False) -> None:
         """Waits 10 s for the end of a process that was asked to close, then kills it; with `kill`,
         at once."""
-        self.watched = False
         try:
             self.popen.wait(timeout=0 if kill else 10)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
         self.remove_folder()
-        signal.signal(signal.SIGCHLD, self._previous or signal.SIG_DFL)
 
     def remove_folder(self) -> None:
         if self._remover.returncode is None:
             self._remover.communicate("\n")
-
-    def _on_child(self, *_: Any) -> None:
-        if self.watched and self.popen.poll() is not None:
-            raise self.exit_report()

@@ -1,23 +1,21 @@
 """The proof of a sync: the engine has every tensor that the trainer sent, complete and unchanged.
 
-vLLM's models fuse, shard, pad, duplicate and reorder what they load, and document it nowhere. So
-the first load is traced, to see which part of a sent tensor goes where. Each sync then compares
-checksums of these parts.
+vLLM's models fuse, shard, pad and duplicate what they load, and document it nowhere. So the first
+load is traced, to see which part of a sent tensor is copied where. Each sync then compares
+checksums of these parts. What a model reorders before it is copied counts as lost.
 """
 
 import functools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 # shape, strides and offset of a view, in numbers
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -29,18 +27,12 @@ Sums = Mapping[str, tuple[int, int]]
 Report = tuple[dict[str, int], dict[str, list[Box]], list[str]]
 
 BLOCK = 2**22  # numbers that are weighted at once; takes 32 MiB
-# runs of a reordered tensor; with more, the tensor counts as one that can't be compared
-MAX_RUNS = 2**14
-FACTOR = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """`[BLOCK]` odd int64 numbers: splitmix64 of their indices, with arithmetic shifts."""
-    word = torch.arange(1, BLOCK + 1, device=device) * FACTOR
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        word = (word ^ (word >> shift)) * factor
-    return word | 1
+    """`[BLOCK]` cubes of odd numbers, modulo 2**64."""
+    return torch.arange(1, 2 * BLOCK, 2, device=device) ** 3
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -88,88 +80,32 @@ class _Owners:
 
 
 class _Trace(TorchDispatchMode):
-    """Records during `load_weights` which parts of the `sent` tensors (views of one bucket) are
-    copied where."""
+    """Records what is copied where during `load_weights`."""
 
-    def __init__(self, sent: Mapping[str, Tensor]):
+    def __init__(self) -> None:
         super().__init__()
-        self.sent = _Owners(sent)
-        self.names = sorted(sent, key=lambda name: sent[name].storage_offset())
-        self.firsts = torch.tensor([sent[name].storage_offset() for name in self.names])
-        # The loader's temporary tensors by memory address, each with the index in the bucket of
-        # each of its numbers.
-        self.temporaries: dict[int, tuple[Tensor, Tensor]] = {}
-        self.writes: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []  # to, from
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
-            self.writes.append((args[0], args[1]))
-        elif (
-            isinstance(out, Tensor)
-            and not self._tracks(out)
-            and any(map(self._tracks, tree_iter((args, kwargs))))
-        ):
-            indices = tree_map_only(Tensor, self._indices, args)
-            others = {name: x for name, x in kwargs.items() if name not in ("dtype", "device")}
-            # an error: integers do not support this function, so it is no copy
-            with suppress(RuntimeError, TypeError):
-                storage = out.untyped_storage()
-                whole = torch.full((storage.nbytes() // out.element_size(),), -1)
-                whole.as_strided(out.shape, out.stride(), out.storage_offset()).copy_(
-                    func(*indices, **others)
-                )
-                self.temporaries[storage.data_ptr()] = out, whole
-        return out
+            self.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
 
-    def pieces(self, held: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-        """The pieces of each sent tensor that were copied to the engine's tensors `held`."""
+    def pieces(
+        self, sent: Mapping[str, Tensor], held: Mapping[str, Tensor]
+    ) -> dict[str, list[Piece]]:
+        """The pieces of each tensor of `sent` that were copied to the engine's tensors `held`."""
+        senders = _Owners(sent)
         owners = _Owners(held)
-        copied = {name: list[Piece]() for name in self.names}
-        for to, source in self.writes:
-            shape = tuple(to.shape)
-            at = owners.find(to)
-            if at and (sent := self.sent.find(source)):
-                box = shape, source.expand(shape).stride(), sent[1]
-                copied[sent[0]].append((box, at[0], (shape, to.stride(), at[1])))
-            elif at and self._tracks(source) and to.is_contiguous():
-                for name, first, count, start in self._runs(
-                    self._indices(source).expand(shape).reshape(-1)
-                ):
-                    box = (count,), (1,), first
-                    copied[name].append((box, at[0], ((count,), (1,), at[1] + start)))
-        return copied
-
-    def _runs(self, indices: Tensor) -> Iterator[tuple[str, int, int, int]]:
-        """Runs of consecutive indices in a sent tensor: its name, first number there, length, first
-        number here."""
-        owners = torch.bucketize(indices, self.firsts, right=True) - 1
-        cuts = ((indices.diff() != 1) | (owners.diff() != 0)).nonzero()[:, 0] + 1
-        if len(cuts) < MAX_RUNS:
-            for start, end in pairwise([0, *cuts.tolist(), len(indices)]):
-                if (owner := int(owners[start])) >= 0:
-                    first = int(indices[start] - self.firsts[owner])
-                    yield self.names[owner], first, end - start, start
-
-    def _tracks(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and (
-            tensor.untyped_storage().data_ptr() in self.temporaries
-            or self.sent.find(tensor) is not None
-        )
-
-    def _indices(self, tensor: Tensor) -> Tensor:
-        """The index in the bucket of each number of a view of a sent or temporary tensor; -1 for
-        other numbers."""
-        shape = tuple(tensor.shape)
-        strides = tensor.stride()
-        offset = tensor.storage_offset()
-        if temporary := self.temporaries.get(tensor.untyped_storage().data_ptr()):
-            return temporary[1].as_strided(shape, strides, offset)
-        if not self._tracks(tensor):
-            return torch.full(shape, -1) if tensor.is_floating_point() else tensor.cpu()
-        end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        return torch.arange(end).add_(offset).as_strided(shape, strides)
+        pieces = {name: list[Piece]() for name in sent}
+        for to, source in self.copies:
+            place = owners.find(to)
+            origin = senders.find(source)
+            if place and origin:
+                shape = tuple(to.shape)
+                box = shape, source.expand(shape).stride(), origin[1]
+                pieces[origin[0]].append((box, place[0], (shape, to.stride(), place[1])))
+        return pieces
 
 
 class Received:
@@ -184,11 +120,11 @@ class Received:
 
     def load(self, sent: Mapping[str, Tensor]) -> None:
         """Loads tensors of one dtype that are views of one bucket."""
-        trace = None if sent.keys() <= self.pieces.keys() else _Trace(sent)
+        trace = None if sent.keys() <= self.pieces.keys() else _Trace()
         with torch.no_grad(), trace or nullcontext():
             self.model.load_weights(iter(sent.items()))
         held = self._held()
-        self.pieces |= trace.pieces(held) if trace else {}
+        self.pieces |= trace.pieces(sent, held) if trace else {}
         for name, tensor in sent.items():
             self.dtypes[name] = tensor.dtype
             whole = checksum(tensor)
