@@ -178,9 +178,6 @@ class RewardConfig:
     """Weight of the reward model in the score."""
     model_offload: bool = False
     """Keep the reward model's shards in pinned host memory between uses."""
-    model_chat: bool = True
-    """Render prompt and response with the reward model's own chat template, if it has one;
-    otherwise as plain text."""
     tensor_parallel: int | None = None
     """Ranks that split each layer of the reward model. The parallel group is then a multiple of the
     value model's. Unset: as for the value model."""

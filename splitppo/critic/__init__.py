@@ -91,9 +91,10 @@ class Critic:
         self.teacher = teacher
         self.group = group
         reward = context.named.reward
-        scored_by = attrgetter("function", "weights", "model", "model_weight", "model_chat")
+        scored_by = attrgetter("function", "weights", "model", "model_weight")
         steps = filter(None, (reward.label, reward.steps, reward.step_token))
-        self.scored_by = digest(*scored_by(reward), *steps)
+        # True: as the checkpoints of earlier versions have it
+        self.scored_by = digest(*scored_by(reward), True, *steps)
         self.past_scores = algo.moments(torch.zeros(0))  # of all raw scores so far
         # reward function -> rows of each step, to the last, of which none got a score
         self.failing: dict[str, list[int]] = {}

@@ -300,13 +300,16 @@ class Player:
         end: End | None = "limit" if full else None
         if turn.done and not turn.truncated:
             end = "environment"
-        if abs(total := sum(row.rewards) + turn.reward) > FLOAT32_MAX:
+        reward = turn.reward
+        if self._config.env.tools and any(row.rewards):
+            reward = 0.0  # `env.format_reward` is paid once
+        if abs(total := sum(row.rewards) + reward) > FLOAT32_MAX:
             raise ValueError(f"the row's rewards sum up to {total}, which overflows float32")
         observed = NOTHING if end else self._observe(turn, row.turns[-1][0])
         figures = {f"env/{name}/mean": number for name, number in turn.metrics.items()}
         self._figures.append({"turns": 1, **figures})
         # the reward as a message holds it
-        return Reply(row.row, observed, array(LOGPROBS, [turn.reward])[0], end)
+        return Reply(row.row, observed, array(LOGPROBS, [reward])[0], end)
 
     def _observe(self, turn: Turn, said: array) -> Segment:
         messages = self.turns.cut(turn.messages, said, self._config.env.max_observation_tokens)

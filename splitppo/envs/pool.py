@@ -3,8 +3,6 @@
 import asyncio
 import atexit
 import importlib
-import inspect
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,13 +14,12 @@ from splitppo.config import EnvConfig
 from splitppo.envs import Message, read_messages, read_turn
 from splitppo.envs.guess import Guess
 from splitppo.envs.textarena import Game
-from splitppo.envs.tools import ToolEnv, load_tools, parses, tool_schemas
+from splitppo.envs.tools import ToolEnv, load_tools, tool_schemas
 from splitppo.errors import UserError, need, need_known, one_line
 from splitppo.workers import Failure, Work, awaited, describe, find_in_file, is_async
 from splitppo.workers.pool import Pool, Worker
 
 BUILT_IN = {"guess": Guess}  # that `env.path` may name
-HEARD = "heard"  # a row's earlier messages; tools get them in the place of its columns
 MEMORY = 4 << 30  # bytes that a worker, and each process that it starts, may have of its own
 
 
@@ -34,55 +31,38 @@ def load(
     lacks a method."""
     if not env.path:
         tools = load_tools(env.tools, network=env.network)
-
-        def make(row: dict[str, Any], seed: int) -> ToolEnv:
-            rewarded = any(map(parses, row.get(HEARD, ())))
-            return ToolEnv(tools, 0.0 if rewarded else env.format_reward, schemas)
-
-        return make, any(map(is_async, tools.values()))
+        tool_env = ToolEnv(tools, env.format_reward, schemas)
+        return lambda row, seed: tool_env, any(map(is_async, tools.values()))
     if env.path.startswith("textarena:"):
         return _find_game(env.path, env.settings), False
     environment = BUILT_IN.get(env.path) or find_in_file(
         env.path, "env.path", "environment", f"environment; use {', '.join(BUILT_IN)}"
     )
-    for method, arguments in (
-        ("reset", ["self"]),
-        ("step", ["self", "message"]),
-        ("close", ["self"]),
-    ):
-        try:
-            inspect.signature(getattr(environment, method)).bind(*arguments)
-        except (AttributeError, TypeError) as error:
+    for method in ("reset", "step", "close"):
+        if not hasattr(environment, method):
             raise UserError(
-                f"env.path={env.path} needs {method}({', '.join(arguments)}) ({error}); "
-                "define a class with reset(self), step(self, message) and close(self)"
-            ) from error
+                f"env.path={env.path} lacks {method}; define a class with reset(self), "
+                "step(self, message) and close(self)"
+            )
     return environment, is_async(environment.step)
 
 
 def _find_game(path: str, settings: str) -> Callable[[dict[str, Any], int], Game]:
     """What makes a row's game of textarena. Raises UserError if the package is missing, there is no
-    such game, a setting is no number where the game's own is, or the game does not begin."""
+    such game, or it does not begin."""
     wrong = f"data.task={path}"
     need("textarena", wrong, "'splitppo[textarena]'")
     name = path.partition(":")[2]
     known = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
     need_known(name, known, wrong)
-    usual = known[name].kwargs
-    for setting, value in json.loads(settings).items():
-        if isinstance(usual.get(setting), int | float) and not isinstance(value, int | float):
-            raise UserError(
-                f"{wrong}: {setting}={value!r} in env.settings must be a number, or true or false; "
-                f"the game itself has {usual[setting]!r}"
-            )
     make = partial(Game, name, settings)
     try:
         make({}, 0).reset()
     except Exception as error:  # of whatever the game needs
         raise UserError(
             f"{wrong}: the game does not start with one player and env.settings={settings} "
-            f"({describe(error)}); provide what it lacks, choose other settings (it has {usual}), "
-            "or another game for one player"
+            f"({describe(error)}); provide what it lacks, choose other settings (it has "
+            f"{known[name].kwargs}), or another game for one player"
         ) from error
     return make
 
@@ -136,7 +116,6 @@ class EnvPool(Pool):
             self._held[key] = min(self._workers, key=lambda worker: worker.rows)
             self._held[key].rows += 1
         if not self._has_state:
-            row = {HEARD: messages[:-1]}
             messages = messages[-1:]
         calls = [("reset", key, row, seed), *(("step", key, message) for message in messages)]
         return self._run(self._play(self._held[key], calls))

@@ -128,18 +128,13 @@ def call_reader(
     return chosen or readers[0]
 
 
-def parses(message: Message) -> bool:
-    """Whether a message has calls, and all of them can be parsed."""
-    return bool(message.tool_calls) and not any(call.error for call in message.tool_calls)
-
-
 class ToolEnv:
-    """The environment of a row with tools: runs the calls in a message and answers each with a
+    """The environment of rows with tools: runs the calls in a message and answers each with a
     `tool` message. The episode ends with a message without calls.
 
     If a call can't be parsed, names no tool, has wrong arguments or raises, the policy reads the
-    error as the answer. `format_reward` is paid once per row, for the first turn whose calls all
-    parse; otherwise every further call would pay.
+    error as the answer. `format_reward` is the reward of a turn whose calls all parse; a `Player`
+    pays it once per row, since otherwise every further call would pay.
 
     Args:
         schemas: schemas of the tools. Left out: transformers makes them.
@@ -162,14 +157,13 @@ class ToolEnv:
         if not calls:
             return Turn(done=True)
         answers = [await self._answer(call) for call in calls]
-        reward = self.format_reward if parses(message) else 0.0
-        self.format_reward -= reward
+        parsed = not any(call.error for call in calls)
         return Turn(
             [
                 Message("tool", text, name=call.name, tool_call_id=call.id)
                 for call, text in zip(calls, answers, strict=True)
             ],
-            reward,
+            self.format_reward * parsed,
             metrics={
                 "tool_calls": len(answers),
                 "tool_errors": sum(text.startswith("error: ") for text in answers),

@@ -9,7 +9,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,7 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
             data_source="", solution_str="", ground_truth="", extra_info={},
             **dict.fromkeys(asks_for(imported), ""),
         )  # fmt: skip
-    except ValueError:  # some callables written in C have no signature
-        pass
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # those written in C have no signature
         raise UserError(
             f"{wrong} it does not take a reward function's arguments ({error}); "
             "define it with (data_source, solution_str, ground_truth, extra_info)"
@@ -132,10 +129,8 @@ def name_function(function: RewardFunction) -> str:
 def asks_for(function: RewardFunction) -> set[str]:
     """Those of `prompt` and `messages` that are parameters of the function, except those that
     functools.partial has filled."""
-    with suppress(TypeError, ValueError):  # no function at all, or one written in C
-        parameters = inspect.signature(function).parameters.keys()
-        return {"prompt", "messages"} & parameters - getattr(function, "keywords", {}).keys()
-    return set()
+    parameters = inspect.signature(function).parameters.keys()
+    return {"prompt", "messages"} & parameters - getattr(function, "keywords", {}).keys()
 
 
 def display_names(functions: Sequence[str]) -> list[str]:

@@ -40,9 +40,9 @@ class RewardText:
     """Turns a prompt and its response into the reward model's token ids.
 
     With the policy's vocabulary and chat template, these are the policy's ids, unless steps have a
-    token. Otherwise the text is tokenised again: with `chat` and a chat template of the reward
-    model, as a conversation; else as plain text, prompt and response. A text that is too long loses
-    its beginning.
+    token. Otherwise the text is tokenised again: with a chat template of the reward model, as a
+    conversation; else as plain text, prompt and response. A text that is too long loses its
+    beginning.
 
     Args:
         tokenizer: the reward model's.
@@ -58,7 +58,6 @@ class RewardText:
         tokenizer: Any,
         policy: Any,
         *,
-        chat: bool,
         longest: int,
         steps: str | None = None,
         step_token: str | None = None,
@@ -76,7 +75,7 @@ class RewardText:
             and not find_differences(tokenizer, policy)
             and not step_token
         )
-        self.chat = chat and template is not None
+        self.chat = template is not None
         own_form = (
             "the text in its own chat template"
             if self.chat
@@ -124,28 +123,17 @@ class RewardText:
     def _render(self, prompt: Prompt, episode: Episode) -> tuple[str, list[int]]:
         """The row as one text, and where the steps of the last message end in it."""
         messages = dialogue(prompt, episode, self._decode)
+        if not self.steps:
+            return self._join(prompt, messages), []
         last = next(message for message in reversed(messages) if message["role"] == "assistant")
-        marked = last["content"]
-        marks: list[int] = []
-        if self.steps:
-            marked, marks = mark_steps(marked, self.steps, self.step_token)
-        bare = marked.strip()
-        text = ""
-        begin = -1
-        # some templates strip a message, and some leave out parts of it: then it is plain text
-        for chat in [True, False] if self.chat else [False]:
-            last["content"] = "\0"
-            place = self._join(prompt, messages, chat).find("\0")
-            last["content"] = marked
-            text = self._join(prompt, messages, chat)
-            begin = text.find(bare, place)
-            if not marks or min(place, begin) >= 0:
-                break
-        begin -= len(marked) - len(marked.lstrip())
-        return text, [begin + min(mark, len(marked.rstrip())) for mark in marks]
+        marked, marks = mark_steps(last["content"], self.steps, self.step_token)
+        # some templates strip a message, and some leave out parts of it
+        last["content"] = "\0"
+        before, _, after = self._join(prompt, messages).partition("\0")
+        return f"{before}{marked}{after}", [len(before) + mark for mark in marks]
 
-    def _join(self, prompt: Prompt, messages: Messages, chat: bool) -> str:
-        if chat:
+    def _join(self, prompt: Prompt, messages: Messages) -> str:
+        if self.chat:
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
         return ("\n" if prompt.messages else "").join(m["content"] for m in messages)
 

@@ -299,7 +299,6 @@ class Builder:
         text = RewardText(
             tokenizer,
             self.resolved.tokenizer,
-            chat=reward.model_chat,
             longest=longest_text(model.config, tokenizer),
             steps=reward.steps,
             step_token=reward.step_token,

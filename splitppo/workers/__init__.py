@@ -17,11 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Literal, cast
 
 from splitppo.errors import UserError, one_line, say
@@ -129,12 +126,7 @@ def find_in_file(named: str, setting: str, what: str, known: str) -> Any:
             f"importing the {what} file {file} failed: {describe(error)}; fix the file"
         ) from error
     if not hasattr(module, name):
-        kind = type if what in ("environment", "tracker") else FunctionType
-        defined = (key for key, value in vars(module).items() if isinstance(value, kind))
-        raise UserError(
-            f"{wrong} {path} has no {name} when it is imported; "
-            f"{'classes' if kind is type else 'functions'} there: {', '.join(defined) or 'none'}"
-        )
+        raise UserError(f"{wrong} {path} has no {name} when it is imported; check its spelling")
     return getattr(module, name)
 
 
@@ -158,9 +150,8 @@ def describe(error: BaseException) -> str:
     last line of all."""
     if isinstance(error, SyntaxError):  # its text names the place
         return one_line(f"{type(error).__name__}: {error}")[:300]
-    said, *notes = traceback.format_exception_only(error)
+    said = traceback.format_exception_only(error)[0]
     text = one_line(re.sub(rf"^{IMPORTED}\w*\.", "", said))[:300]
-    text = "; ".join([text, *(one_line(note)[:300] for note in notes)])
     frames = [*traceback.walk_tb(error.__traceback__)]
     user_frames = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
     frame, line = (user_frames or frames)[-1]
@@ -206,9 +197,9 @@ def read_number(name: str, value: Any) -> float:
 
 def retry_after(error: BaseException | None) -> float:
     """Seconds after which a request that was refused may come again, as the error says or one that
-    led to it; infinite if none does. It stands in an attribute `retry_after`, or in the header
-    Retry-After (RFC 9110, 10.2.3: seconds or a date) of the error (aiohttp, urllib) or of its
-    response (httpx, requests, openai, anthropic)."""
+    led to it; infinite if none does. They stand in an attribute `retry_after`, or in the header
+    Retry-After of the error (aiohttp, urllib) or of its response (httpx, requests, openai,
+    anthropic). A date there says nothing."""
     waits: list[Any] = [getattr(error, "retry_after", None)]
     response = getattr(error, "response", None)
     headers: Any = getattr(error if response is None else response, "headers", None)
@@ -216,11 +207,9 @@ def retry_after(error: BaseException | None) -> float:
         named = {str(name).lower(): value for name, value in headers.items()}
         waits = [named["retry-after"], *waits]
     for wait in waits:
-        with suppress(ValueError, OverflowError):  # nonsense says no time, as NaN and infinity
-            if isinstance(wait, int | float) or str(wait).replace(".", "", 1).isdecimal():
-                return timedelta(seconds=float(wait)).total_seconds()
-            date = parsedate_to_datetime(str(wait)).replace(tzinfo=UTC)  # HTTP's dates are of UTC
-            return (date - datetime.now(UTC)).total_seconds()
+        with suppress(TypeError, ValueError):  # nonsense says no time
+            if math.isfinite(seconds := float(wait)):
+                return seconds
     return retry_after(error.__cause__ or error.__context__) if error else math.inf
 
 

@@ -12,7 +12,6 @@ on one machine.
 import asyncio
 import contextlib
 import faulthandler
-import math
 import os
 import resource
 import signal
@@ -53,8 +52,6 @@ async def call(
     except Exception as error:
         wait = max(retry_after(error), least)
         if asyncio.get_running_loop().time() + wait > end:
-            if end and wait < math.inf:
-                error.add_note(f"to be asked again in {wait:g} s, which is after reward.timeout")
             raise
     await asyncio.sleep(wait)
     return await call(handler, message, end, 2 * least)

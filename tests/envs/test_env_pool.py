@@ -283,7 +283,7 @@ def test_what_a_user_s_class_says_arrives_as_plain_values(file: Path) -> None:
 
 def test_tools_and_built_in_environments(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("class Half: pass\n")
-    with pytest.raises(UserError, match=r"needs reset\(self\)"):
+    with pytest.raises(UserError, match="lacks reset"):
         EnvPool(EnvConfig(path=f"{tmp_path}/wrong.py:Half"), 1)
     for env, prompt in (
         (EnvConfig(path="guess"), "A number"),

@@ -417,17 +417,17 @@ def test_a_row_with_tools_goes_on_elsewhere_from_its_record(tmp_path: Path):
     def ids(text: str) -> array:
         return array(IDS, tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def said(value: str) -> Segment:
+    def said(value: str, reward: float = 0.0) -> Segment:
         call = f'<tool_call>{{"name": "echo", "arguments": {{"value": {value}}}}}</tool_call>{ends}'
-        return Segment(ids(call), array(LOGPROBS, [0.0] * len(ids(call))))
+        return Segment(ids(call), array(LOGPROBS, [0.0] * len(ids(call))), reward=reward)
 
     heard = Segment(ids("another tokenizer's text"), None)
     waits = Segment(ids(""), None)
     prompt = Prompt("go", [97], "", "", {})
-    for first, reward in (('"a"', 0.0), ("3 4", 0.5)):
+    for first, paid, reward in (('"a"', 0.5, 0.0), ("3 4", 0.0, 0.5)):
         log.write_text("")
         player = Player(Here(env), cast(Any, turns_of(config, tokenizer)), config)
-        row = Episode(7, ids("go"), (said(first), heard, said('"b"')))
+        row = Episode(7, ids("go"), (said(first, paid), heard, said('"b"')))
         assert not player.ask(row, prompt, 0)
         assert not player.pool._held
         row = replace(row, segments=(*row.segments, waits))

@@ -8,9 +8,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
 from email.message import Message
-from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +118,6 @@ def test_the_pages_judge_keeps_the_limit_and_comes_back_when_it_may(serve: Any):
     assert [failure.kind for failure in failures] == ["error"]
     assert "HTTPStatusError" in failures[0].text
     assert "429" in failures[0].text
-    assert "in 3600 s, which is after reward.timeout" in failures[0].text
     assert server.highest == 4
     assert sorted(server.asked.values()) == [1, *[2] * 8]
 
@@ -164,10 +161,6 @@ def refusal(**names: Any) -> Exception:
     return error
 
 
-def date(**ahead: int) -> str:
-    return format_datetime(datetime.now(UTC) + timedelta(**ahead), usegmt=True)
-
-
 def by_urllib(wait: str) -> Exception:
     headers = Message()
     headers["Retry-After"] = wait
@@ -202,7 +195,7 @@ class Falsy(SimpleNamespace):
         (refusal(headers={"Retry-After": "soon"}), NEVER),
         (refusal(headers={"Retry-After": ""}), NEVER),
         (refusal(headers={"Retry-After": "nan"}), NEVER),
-        (refusal(headers={"Retry-After": "-5"}), NEVER),
+        (refusal(headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), NEVER),
         (refusal(headers=7, retry_after=3), 3),
         (refusal(retry_after=None), NEVER),
         (refusal(retry_after=refusal), NEVER),
@@ -216,15 +209,6 @@ def test_when_a_refused_request_may_come_again(error: Any, due: float):
         outer = RuntimeError("the judge is busy")
         outer.__cause__ = error
         assert retry_after(outer) == due
-
-
-def test_a_date_says_when_a_refused_request_may_come_again():
-    assert retry_after(refusal(headers={"Retry-After": date(days=-1)})) <= 0
-    day = 86400
-    assert day < retry_after(refusal(headers={"Retry-After": date(days=2)})) <= 2 * day
-    # without a zone, as C's asctime writes it
-    plain = (datetime.now(UTC) + timedelta(days=2)).strftime("%a %b %d %H:%M:%S %Y")
-    assert day < retry_after(by_urllib(plain)) <= 2 * day
 
 
 def test_the_pages_own_refusal():

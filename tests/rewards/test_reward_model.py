@@ -118,7 +118,7 @@ def scores_of_rank(
     parallelize(model, mesh, dtype=torch.float32, activation_checkpointing=False)
     weights.fill(model, str(folder), device=CPU)
     own = read_tokenizer(str(folder))
-    text = RewardText(own, tokenizer, chat=True, longest=longest_text(config, own))
+    text = RewardText(own, tokenizer, longest=longest_text(config, own))
     found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=offload)
     prompts, samples = some_rows(tokenizer)
     # a rank without rows takes part
@@ -166,11 +166,11 @@ def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, 
     tokenizer, own = (
         AutoTokenizer.from_pretrained(folders[name]) for name in ("policy", "encoder")
     )
-    text = RewardText(own, tokenizer, chat=True, longest=8)
+    text = RewardText(own, tokenizer, longest=8)
     prompts, samples = some_rows(tokenizer)
     assert whole(text, prompts[1], samples[1]) == (own("123123")["input_ids"], True)
     assert whole(text, prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
-    same = RewardText(tokenizer, tokenizer, chat=True, longest=5)
+    same = RewardText(tokenizer, tokenizer, longest=5)
     assert same.reads == "the policy's token ids"
     assert whole(same, prompts[1], samples[1]) == (samples[1].ids[-5:].tolist(), True)
 
@@ -183,7 +183,7 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
         "{% for m in messages %}{{ m['role'][0] + '!' + m['content'] + '?' }}{% endfor %}"
     )
     prompts, samples = some_rows(tokenizer)
-    text = RewardText(own, tokenizer, chat=True, longest=99)
+    text = RewardText(own, tokenizer, longest=99)
     assert text.reads == "the text in its own chat template"
     spoken = whole(text, prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
@@ -192,7 +192,8 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     )
     spoken = whole(text, system, samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
-    plain = RewardText(own, tokenizer, chat=False, longest=99)
+    own.chat_template = None
+    plain = RewardText(own, tokenizer, longest=99)
     assert plain.reads == "plain text, the response after the prompt"
     assert whole(plain, system, samples[0])[0] == own("hi\n12")["input_ids"]
 

@@ -260,7 +260,7 @@ def test_function_by_file_is_called_with_verls_keywords(tmp_path: Path) -> None:
         ),
         ("rewards.py", "no such rule"),
         ("{tmp}/absent.py:f", "no such file .*absent.py"),
-        ("{tmp}/good.py:g", "has no g when it is imported; functions there: f, one"),
+        ("{tmp}/good.py:g", "has no g when it is imported"),
         ("{tmp}/good.py:number", "does not take .*3 is not a callable object.*define it with"),
         ("{tmp}/good.py:one", "missing a required argument|does not take"),
     ],
@@ -269,11 +269,8 @@ def test_check_rewards_refuses_early(function: str, message: str, tmp_path: Path
     (tmp_path / "good.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info): return 1\ndef one(text): "
         "return 1\nnumber = 3\n"
-        "without_signature = dict\n"
     )
-    check_rewards(
-        ["auto", "none", "gsm8k", f"{tmp_path}/good.py:f", f"{tmp_path}/good.py:without_signature"]
-    )
+    check_rewards(["auto", "none", "gsm8k", f"{tmp_path}/good.py:f"])
     with pytest.raises(UserError, match=message) as caught:
         check_rewards(["exact_match", function.format(tmp=tmp_path)])
     assert "\n" not in str(caught.value)

@@ -158,7 +158,7 @@ def steps_rank(
     weights.fill(model, str(folder), device=CPU)
     longest = longest_text(config, own)
     options: dict[str, Any] = {"longest": longest} | how
-    text = RewardText(own, tokenizer, chat=True, **options)
+    text = RewardText(own, tokenizer, **options)
     found = RewardModel(model, Runner(Group(mesh), CPU, 24), text, offload=False)
     prompts, rows = rows_of(tokenizer)
     mine = range(len(rows))[rank::world]
@@ -328,11 +328,11 @@ def test_steps_of_the_policys_own_tokens() -> None:
     prompt = Prompt("?", [0], "", "", {})
     mask = [True, False, True, True, True, False, False]
     row = episode(0, [0], [1, 0, 1, 2, 3, 0, 0], mask=mask)
-    text = RewardText(tokenizer, tokenizer, chat=True, longest=99, steps="+", one_pass=True)
+    text = RewardText(tokenizer, tokenizer, longest=99, steps="+", one_pass=True)
     reading = text.encode(prompt, row)
     assert reading.texts == [(row.ids.tolist(), 4)]
     assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
-    marked = RewardText(tokenizer, tokenizer, chat=True, longest=9, steps="+", step_token="a")
+    marked = RewardText(tokenizer, tokenizer, longest=9, steps="+", step_token="a")
     assert marked.reads == "plain text, the response after the prompt; each step in its own pass"
 
 
@@ -342,7 +342,7 @@ def test_a_pass_a_step_ends_with_the_marker_or_with_what_ends_each_text(
 ) -> None:
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "encoder"))
     own.add_special_tokens({"additional_special_tokens": ["<s>"]})
-    text = RewardText(own, policy, chat=False, longest=99, steps="+", step_token=marker)
+    text = RewardText(own, policy, longest=99, steps="+", step_token=marker)
     row = episode(0, [1], policy("1+2").input_ids)
     reading = text.encode(Prompt("5=", [1], "", "", {}), row)
     assert [own.convert_ids_to_tokens(ids[-1]) for ids, _ in reading.texts] == [last, last]
@@ -351,19 +351,20 @@ def test_a_pass_a_step_ends_with_the_marker_or_with_what_ends_each_text(
 @pytest.mark.parametrize(
     ("template", "due"),
     [
-        ("{{ m.content | trim }}!", "12=! 1+2!"),  # the policy said two spaces
+        ("{{ m.content | trim }}!", "12=!  1+2  !"),
         ("{{ m.content }}!", "12=!  1+2  !"),
-        ("{{ m.content[:2] }}!", "12=  1+2  "),
+        ("{{ m.content[:2] }}!", "12!  1+2  !"),
+        ("{{ '!' }}", "!!  1+2  "),
     ],
 )
 def test_a_template_may_strip_messages_or_leave_parts_out(
     models: dict[str, Path], template: str, due: str
 ) -> None:
-    """Where a message is not whole, the row is plain text."""
+    """The response is whole all the same."""
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
     own.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
     ids = policy("  1+2  ").input_ids
-    text = RewardText(own, policy, chat=True, longest=99, steps="+", one_pass=True)
+    text = RewardText(own, policy, longest=99, steps="+", one_pass=True)
     reading = text.encode(Prompt("12=", [1], "", "", {}), episode(0, [1], ids))
     ((read, first),) = reading.texts
     places = [first + which for which in reading.which]
@@ -376,7 +377,7 @@ def test_a_template_may_strip_messages_or_leave_parts_out(
 def test_steps_end_in_the_response_and_not_where_its_text_stands_again(models: dict[str, Path]):
     policy, own = (AutoTokenizer.from_pretrained(models[name]) for name in ("policy", "marked"))
     own.chat_template = "{% for m in messages %}{{ m.content }}!12!{% endfor %}"
-    text = RewardText(own, policy, chat=True, longest=99, steps="+", one_pass=True)
+    text = RewardText(own, policy, longest=99, steps="+", one_pass=True)
     ids = policy("12").input_ids
     reading = text.encode(Prompt("1=", [1], "", "", {}), episode(0, [1], ids))
     ((read, first),) = reading.texts

@@ -439,7 +439,7 @@ mine.toml => Unrecognized options: mine.toml
 --reward.function=exactmatch => reward.function=exactmatch: no such rule; use auto, exact_match
 --reward.function={d}/none.py:score => reward.function={d}/none.py:score: no such file
 --reward.function={d}/reward.py:scores =>
-    reward.py has no scores when it is imported; functions there: score, two
+    reward.py has no scores when it is imported
 --reward.function={d}/reward.py:two =>
     reward.py:two: it does not take ... define it with (data_source,
 --reward.function={d}/imports.py:score =>
