@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def handler_of(names: Sequence[str]) -> Handler:
 
 
 def name_function(function: RewardFunction) -> str:
-    """FILE:NAME, by which `find_function` finds a function. A function of a notebook's cell is
+    """FILE:NAME, by which `find_function` finds a function. A notebook's cell that defines one is
     written to a file. Raises UserError unless it is defined at the top level of a .py file or a
     cell under its own name: no lambda, nested function, method or functools.partial."""
     name = getattr(function, "__qualname__", repr(function))
@@ -117,7 +118,8 @@ def name_function(function: RewardFunction) -> str:
     is_there = getattr(module, name, None) is function
     file = getattr(module, "__file__", None) or ""
     if is_there and not file and inspect.isfunction(inspect.unwrap(function)):
-        file = write_cell(name, vars(module))
+        with suppress(OSError):  # a Python prompt may not keep its lines
+            file = write_cell(function, name, vars(module))
     if not file.endswith(".py") or not is_there:
         raise UserError(
             f"reward={name}: reward workers import a function by its file and name; "
