@@ -35,7 +35,6 @@ from splitppo.run import memory
 from splitppo.run.folder import TRAINING
 from splitppo.run.main import dry_run, load_data
 from splitppo.run.resolve import Resolved, resolve
-from splitppo.tools import answers
 
 __all__ = ["inputs"]  # the fixture
 
@@ -193,7 +192,7 @@ def test_a_frozen_model_that_several_ranks_run_gives_all_its_outputs():
 
 
 def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_path):
-    """Its log-probs are those of the merged model, also in a chat."""
+    """Its log-probs are those of the merged model."""
     peft = pytest.importorskip("peft")
     plain = AutoModelForCausalLM.from_pretrained(taught / "policy")
     options = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
@@ -216,11 +215,6 @@ def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_p
     assert one[0]["distill/kl"] > 1e-3
     (facts,) = (json.loads((tmp_path / "adapter/run/resolved.json").read_text())["models"],)
     assert (facts["teacher"]["trained"], facts["teacher"]["lora_rank"]) == (0, 3)
-    surprises = [
-        answers.load(tmp_path / name / "run", None, 0.0, 4)("12=", 0)[0]["surprise"]
-        for name in ("adapter", "merged")
-    ]
-    assert surprises[0] == pytest.approx(surprises[1], abs=1e-3)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     moved = {name.replace(".layers.0.", ".layers.9."): x for name, x in load_file(file).items()}
     save_file(moved, file, {"format": "pt"})

@@ -61,11 +61,8 @@ class Generator:
     def gather_open_rows(self, rollout: Rollout) -> dict[str, Any]:
         """Tells all actor ranks which rows go on. Returns metrics of what was sampled in this step:
         of the rows that ended, `rollout`, and of those that go on."""
-        return {
-            "slots": self.sampler.gather_open(self.group),
-            **self.sampler.player.metrics(self.group),
-            **self._metrics(rollout),
-        }
+        self.sampler.gather_open(self.group)
+        return self.sampler.player.metrics(self.group) | self._metrics(rollout)
 
     def validate(self, step: int, weights: Weights) -> dict[str, float]:
         """The metrics of the held-out prompts, if a validation is due after this step."""

@@ -33,7 +33,6 @@ from splitppo.placement import Streams
 from splitppo.rollout import IDS, LOGPROBS, Episode, Prompt, Segment, digest, tensor_of
 from splitppo.rollout.wire import exchange_rows, pack_rows, unpack_rows
 
-RECORDED = 32  # slots, the first, whose rows the metrics have
 ENV_NOISE = -1  # in the place of a row's tokens: the seed of its environment
 
 
@@ -91,8 +90,6 @@ class Sampler:
         self.open: dict[int, OpenRow] = {}
         self.held: dict[int, Episode] = {}
         self._everywhere = True  # each rank holds every open row, as before the first rollout
-        # by this rank in this step: of the first slots, the (row, tokens) that they decoded
-        self._decoded: dict[int, list[tuple[int, int]]] = {}
 
     def generate(
         self,
@@ -126,16 +123,11 @@ class Sampler:
         if self.window and not self._everywhere:
             self.held |= self._by_slot(exchange_rows(group, sent, logprobs=True))
 
-    def gather_open(self, group: Group) -> list[list[tuple[int, int]]]:
-        """Tells every rank of the actor group about the open rows of all slots, after a rollout.
-        Returns what the first `RECORDED` slots have decoded: (row, tokens) one after another."""
-        decoded = {}
-        for rows, part in group.all_gather((self._known(), self._decoded)):
+    def gather_open(self, group: Group) -> None:
+        """Tells every rank of the actor group about the open rows of all slots, after a rollout."""
+        for rows in group.all_gather(self._known()):
             self.open |= rows
-            decoded |= part
         self._everywhere = False
-        self._decoded = {}
-        return [decoded[slot] for slot in sorted(decoded)]
 
     def contexts(self) -> list[int]:
         """Tokens of the row that each slot goes on with: those that the engine's KV cache must hold
@@ -205,8 +197,6 @@ class Sampler:
     def _keep(self, row: Episode) -> bool:
         """Remembers what a slot goes on with. Returns whether the row has ended."""
         slot = self.streams.slot(row.row)
-        if slot < RECORDED:
-            self._decoded.setdefault(slot, []).append((row.row, row.last_step_tokens))
         if self.window:
             self.held[slot] = self.new_episode(self.streams.next(row.row)) if row.end else row
         return row.end is not None

@@ -18,26 +18,16 @@ from splitppo.errors import UserError, one_line
 from splitppo.generator.sampler import Sampler
 from splitppo.models.batching import micro_batch
 from splitppo.models.build import most_positions
-from splitppo.models.heads import PolicyOutputs, value_outputs
-from splitppo.models.tokenizer import read_tokenizer, vocabulary_size
+from splitppo.models.heads import value_outputs
+from splitppo.models.tokenizer import read_tokenizer
 from splitppo.rewards.samples import token_figures
 from splitppo.rollout import Rollout
 from splitppo.run.resolve import dtype_of
 from splitppo.run.sources import model_folder
 from splitppo.tools.saved import kinds_of, load_model, open_run
 
-# `text` of each token; its `value` and `surprise`, if there is a value model, or a teacher
+# `text` of each token, and its `value` if there is a value model
 Answer = dict[str, list[Any]]
-
-
-def load_first(config: Config, run: Path, kind: str, what: str) -> list[Any]:
-    """A model as the run began with it; or none if its weights are gone, and a line that says what
-    is left out."""
-    try:
-        return [load_model(config, run, kind, None)]
-    except UserError as error:
-        print(f"note: no {what}: {one_line(str(error))}", file=sys.stderr)
-        return []
 
 
 def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list[HFEngine]:
@@ -46,11 +36,14 @@ def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(config, device)
     source = model_folder(config, run, "policy")
+    models = [load_model(config, run, "policy", saved)]
+    try:
+        models.append(load_model(config, run, "policy", None))
+    except UserError as error:
+        note = f"note: no answers of the policy before training: {one_line(str(error))}"
+        print(note, file=sys.stderr)
     engines = []
-    for model in (
-        load_model(config, run, "policy", saved),
-        *load_first(config, run, "policy", "answers of the policy before training"),
-    ):
+    for model in models:
         engine = HFEngine(
             model.config, tokenizer, device=device, dtype=dtype, max_rows=1, folder=source
         )
@@ -62,9 +55,9 @@ def load_engines(config: Config, run: Path, saved: Path, tokenizer: Any) -> list
 def load(
     run: Path, step: int | None, temperature: float, limit: int | None
 ) -> Callable[[str, int], list[Answer]]:
-    """Loads a checkpoint's policy and value model, the policy before training, and a teacher.
-    Returns (prompt, number) -> both answers: the noise depends on the number. A prompt that is too
-    long is a UserError."""
+    """Loads a checkpoint's policy and value model, and the policy before training. Returns (prompt,
+    number) -> both answers: the noise depends on the number. A prompt that is too long is a
+    UserError."""
     config, _, saved = open_run(run, step)
     most = config.rollout.max_new_tokens if limit is None else limit
     if temperature < 0 or most < 1:
@@ -81,14 +74,7 @@ def load(
         for kind in kinds_of(config)
         if kind != "policy"
     }
-    # one that reads another prompt would be surprised by all that the prompt explains
-    teachers = (
-        load_first(config, run, "teacher", "surprise of the teacher")
-        if config.teacher.path and not config.teacher.prompt_key
-        else []
-    )
-    outputs = PolicyOutputs(config.rollout.temperature, vocabulary_size(tokenizer))
-    every = [engines[0].model, *models.values(), *teachers]
+    every = [engines[0].model, *models.values()]
     limits = [positions for model in every if (positions := most_positions(model.config)[0])]
     room = min(limits, default=2**31) - most
     player, _ = players_of(config, tokenizer)
@@ -122,9 +108,6 @@ def load(
                 kind: value_outputs(model, batch, config.value.range).cpu()
                 for kind, model in models.items()
             }
-            for teacher in teachers:
-                logprobs, _ = outputs(teacher.to(device, dtype_of(config, device)), batch)
-                figures["surprise"] = -logprobs.cpu()
             answered += token_figures(
                 rollout, figures, lambda i: tokenizer.decode(i, skip_special_tokens=True)
             )

@@ -16,21 +16,17 @@ from splitppo.tools.runs import curves, read_columns
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HEADS = ("trained", "before training")
-# `text` of each token; its `value` and `surprise`, if there is a value model, or a teacher
+# `text` of each token, and its `value` if there is a value model
 Answer = dict[str, list[Any]]
-FIGURES = ("value", "surprise")
 
 
-def layout(
-    head: str, answer: Answer, low: float, high: float, width: int, name: str = "value"
-) -> list[str]:
+def layout(head: str, answer: Answer, low: float, high: float, width: int) -> list[str]:
     """An answer as lines of `width` columns. Under each line of text stands one with a block for
-    each character: its token's figure of this name from `low` to `high`. A token without text is a
-    dot."""
+    each character: its token's value from `low` to `high`. A token without text is a dot."""
     lines = [head.ljust(width)]
     top = ""
     below = ""
-    for text, value in zip(answer["text"], answer[name], strict=True):
+    for text, value in zip(answer["text"], answer["value"], strict=True):
         block = " "  # of what an environment said
         if value is not None:
             share = (value - low) / (high - low) if high > low else 0.5
@@ -47,35 +43,28 @@ def layout(
 
 
 def show(run: Path, answers: list[Answer]) -> None:
-    """Prints the answers: on a terminal with curves. Those of values span the run's scores, from
-    the lowest to the highest, those of a teacher's surprise begin at 0."""
-    names = [name for name in FIGURES if name in answers[0]]
-    if not sys.stdout.isatty() or not names:
+    """Prints the answers: on a terminal with curves of the values, which span the run's scores,
+    from the lowest to the highest."""
+    if not sys.stdout.isatty() or "value" not in answers[0]:
         for head, answer in zip(HEADS, answers, strict=False):
             print(f"{head}: {''.join(answer['text'])}")
-            for name in names or FIGURES[:1]:
-                figures = [
-                    f"{json.dumps(t, ensure_ascii=False)} {'-' if v is None else f'{v:.4g}'}"
-                    for t, v in zip(answer["text"], answer.get(name, ()), strict=False)
-                ]
-                print(f"{head}, {name}s: {'  '.join(figures) or 'none'}")
+            values = [
+                f"{json.dumps(t, ensure_ascii=False)} {'-' if v is None else f'{v:.4g}'}"
+                for t, v in zip(answer["text"], answer.get("value", ()), strict=False)
+            ]
+            print(f"{head}, values: {'  '.join(values) or 'none'}")
         return
     series = curves({}, read_columns(run)[1])
     low = min(series.get("critic/score/min", {0: 0.0}).values())
     high = max(series.get("critic/score/max", {0: 1.0}).values())
     width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
-    most = max(x or 0 for answer in answers for x in answer.get("surprise", (0,)))
-    for name in names:
-        ends = (low, high) if name == "value" else (0.0, most)
-        columns = [
-            layout(head, answer, *ends, width, name)
-            for head, answer in zip(HEADS, answers, strict=False)
-        ]
-        for pair in zip_longest(*columns, fillvalue=" " * width):
-            print("   ".join(pair).rstrip())
-        last = answers[0][name][-1]
-        scale = "{}s from ▁ {:.3g} to █ {:.3g}; at the last token {:.3g}\n"
-        print(scale.format(name, *ends, last))
+    columns = [
+        layout(head, answer, low, high, width) for head, answer in zip(HEADS, answers, strict=False)
+    ]
+    for pair in zip_longest(*columns, fillvalue=" " * width):
+        print("   ".join(pair).rstrip())
+    last = answers[0]["value"][-1]
+    print(f"values from ▁ {low:.3g} to █ {high:.3g}; at the last token {last:.3g}\n")
 
 
 def chat(
@@ -86,7 +75,7 @@ def chat(
 ) -> int:
     """Answer each line of standard input with the trained policy and with the policy before
     training. Below each token stands its value, the score that the value model expected before that
-    token, and the surprise of a teacher, minus its log-prob.
+    token.
 
     Args:
         run: The run's folder.

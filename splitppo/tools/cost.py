@@ -169,7 +169,8 @@ def measured(actor: Lines, critic: Lines, split: Split, batch: int) -> Work:
 
 
 def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[Split]:
-    """All placements of so many GPUs; `movable` as `may_move` says. `sets`: ranks of a
+    """All placements of so many GPUs; `movable`: whether the
+    critic group can hold the reference. `sets`: ranks of a
     set in the actor and in the critic group."""
     sides: tuple[Side, ...] = ("actor", "critic") if movable else ("actor",)
     candidates = [Split(gpus, 0)] + [
@@ -180,12 +181,6 @@ def splits(gpus: int, *, movable: bool, sets: tuple[int, int] = (1, 1)) -> list[
         for split in candidates
         if split.actor % sets[0] == 0 and (split.critic or gpus) % sets[1] == 0
     ]
-
-
-def may_move(kl_coef: float, kl_loss_coef: float) -> bool:
-    """Whether the critic group can hold the reference: only the KL in the reward can use it
-    there."""
-    return kl_coef > 0 and kl_loss_coef == 0
 
 
 def advice(work: Work, split: Split, choices: Sequence[Split]) -> list[str]:

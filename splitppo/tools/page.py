@@ -22,7 +22,7 @@ from splitppo.tools.runs import (
     seeds,
     settings_table,
 )
-from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, raster, timed_steps
+from splitppo.tools.timeline import OTHER_COLOUR, SPAN_COLOURS, build_timeline, timed_steps
 
 CURVE_POINTS = 2000  # of a curve
 POINTS = 70_000  # of all curves
@@ -70,7 +70,6 @@ def build_page(folder: Path, run: Run, chosen: int | None) -> str:
             "placement": read_if_there(folder / "placement.txt", str.splitlines)
             or ["no placement.txt in the run's folder"],
             "timelines": [timeline._asdict() for timeline in timelines],
-            "raster": raster(actor),
             "chosen": chosen,
             "colours": {name: SPAN_COLOURS.get(name, OTHER_COLOUR) for name in names},
             "samples": {

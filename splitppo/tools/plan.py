@@ -10,7 +10,7 @@ import tyro
 from splitppo.config.cli import parse
 from splitppo.errors import UserError
 from splitppo.run.files import read_file
-from splitppo.tools.cost import Split, advice, may_move, measured, splits
+from splitppo.tools.cost import Split, advice, measured, splits
 from splitppo.tools.runs import check_folder, read_columns
 
 
@@ -67,7 +67,8 @@ def from_run(run: Path, gpus: int | None) -> list[str]:
     work = measured(actor, critic, split, config.rollout.batch_size)
     choices = splits(
         gpus or split.actor + split.critic,
-        movable=may_move(config.ppo.kl_coef, config.ppo.kl_loss_coef),
+        # there only the KL in the reward can use the reference
+        movable=config.ppo.kl_coef > 0 and config.ppo.kl_loss_coef == 0,
         sets=(config.set_shape("policy").size, config.set_shape("value").size),
     )
     # the critic group would hold no model

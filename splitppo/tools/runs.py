@@ -39,8 +39,6 @@ class Step(NamedTuple):
 
     metrics: dict[str, float]
     spans: list[Span]
-    # (row, tokens) that each of the first slots decoded
-    slots: Sequence[Sequence[Sequence[int]]] = ()
 
     def ends(self) -> tuple[float, float]:
         """When the spans begin and end."""
@@ -80,7 +78,6 @@ def read_column(path: Path) -> Column:
         record["step"]: Step(
             {name: value for name, value in record.items() if isinstance(value, int | float)},
             record["spans"],
-            record.get("slots", ()),
         )
         for record in (read_lines(path, parse_record) if path.is_file() else ())
     }

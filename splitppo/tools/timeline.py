@@ -1,7 +1,6 @@
-"""A step as a report draws it: what each column did, and what the slots decoded. Needs no torch."""
+"""A step as a report draws it: what each column did. Needs no torch."""
 
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 from splitppo.tools.runs import COLOURS, Column, Span, seconds
@@ -11,7 +10,6 @@ Lane = tuple[str, list[tuple[int, str, float, float]]]
 
 SPANS = "rollout update advantages validate score checkpoint logprobs sync barrier_wait"
 SPAN_COLOURS: dict[str, str] = dict(zip(SPANS.split(), COLOURS, strict=False))
-RASTER_STEPS = 6  # drawn, the last
 OTHER_COLOUR = "#c94f4f"  # of a span that is not ours
 WAIT = "wait_"  # begins the name of a wait for the other column
 
@@ -93,26 +91,3 @@ def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
         ],
         shared=shared,
     )
-
-
-def raster(actor: Column) -> tuple[str, list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
-    """What the first slots decoded in the last steps, side by side: a title, (step, where it
-    begins), and of each slot (colour, where it begins, tokens) for each row. A step is as wide as
-    the most tokens that a slot decoded in it."""
-    last = [number for number in sorted(actor) if actor[number].slots][-RASTER_STEPS:]
-    begins = []
-    at = 0
-    bars: list[list[tuple[str, int, int]]] = [
-        [] for _ in range(max((len(actor[n].slots) for n in last), default=0))
-    ]
-    order: list[dict[int, int]] = [{} for _ in bars]  # of each slot: row -> number
-    for number in last:
-        begins.append((number, at))
-        for slot, rows in enumerate(actor[number].slots):
-            ends = accumulate((tokens for _, tokens in rows), initial=at)
-            for (row, tokens), start in zip(rows, ends, strict=False):
-                nth = 3 * slot + order[slot].setdefault(row, len(order[slot]))
-                bars[slot].append((COLOURS[nth % len(COLOURS)], start, tokens))
-        at = max(start + tokens for rows in bars for _, start, tokens in rows[-1:])
-    busy = sum(tokens for rows in bars for *_, tokens in rows) / max(1, at * len(bars))
-    return f"{len(bars)} slots, {busy:.0%} busy; neighbouring rows differ in colour", begins, bars

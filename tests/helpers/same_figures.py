@@ -24,7 +24,7 @@ from typing import Any
 # figures of the clock, and of earlier versions alone
 LEFT_OUT = (
     *("timing_s", "perf/", "val/best_", "actor/stale_", "window/ess", "critic/kl_coef"),
-    "critic/turn_",
+    *("critic/turn_", "slots"),
 )
 STEPS, RESUMED = 5, 3  # steps of a run; the step whose checkpoint AFTER resumes
 COMMON = f"""--steps {STEPS} --rollout.batch-size 12 --rollout.max-new-tokens 8

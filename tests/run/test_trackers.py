@@ -46,7 +46,7 @@ def figures_due(run_dir: Path) -> dict[tuple[str, int], float]:
     for role in ROLES:
         for record in jsonl(run_dir / "metrics" / f"{role}.jsonl"):
             for name, value in record.items():
-                if name not in ("step", "time", "spans", "optimizer_steps", "slots"):
+                if name not in ("step", "time", "spans", "optimizer_steps"):
                     group, _, rest = name.partition("/")
                     name = f"{group}/{role}/{rest}" if group in ("timing_s", "perf") else name
                     assert (name, record["step"]) not in due

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from splitppo.__main__ import main
 from splitppo.config.cli import parse
-from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint
 from splitppo.tools import answers, chat
 from splitppo.tools.saved import load_model
@@ -67,28 +66,6 @@ def test_answers_and_values_are_those_of_the_checkpoint(run: Path, step: int | N
         expected = torch.sigmoid(logits[:, 0]).tolist()
         assert answer["value"] == pytest.approx(expected, abs=1e-4)
     assert found[0]["value"][0] != 0.5, "the value model is the trained one"
-
-
-@torch.no_grad()
-def test_a_teachers_surprise_is_minus_its_log_probs(tmp_path: Path, monkeypatch, capsys):
-    """Of a run without a value model. The teacher is gone in the end."""
-    build_tiny(tmp_path / "teacher", seed=3)
-    flags = f"--teacher.path={tmp_path / 'teacher'} --reward.function=none --steps=1".split()
-    flags += ["--log.validate-every=0", "--rollout.temperature=0.5"]
-    run_ranks(1, main_rank, [*SMALL, "--ppo.kl-coef=0", *flags, f"--run-dir={tmp_path / 'run'}"])
-    (answer, _) = answers.load(tmp_path / "run", None, 0.0, 4)("12+7=", 0)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
-    teacher: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
-    ids = tokenizer("12+7=" + "".join(answer["text"])).input_ids
-    logprobs = (teacher(torch.tensor([ids])).logits[0] / 0.5).log_softmax(-1)
-    due = [-logprobs[at - 1, ids[at]].item() for at in range(5, len(ids))]
-    assert answer["surprise"][: len(due)] == pytest.approx(due, abs=1e-4)
-    assert "value" not in answer
-    shutil.rmtree(tmp_path / "teacher")
-    assert typed(monkeypatch, "1\n", tmp_path / "run") == 0
-    told = capsys.readouterr()
-    assert "note: no surprise of the teacher: teacher.path=" in told.err
-    assert "trained, values: none" in told.out
 
 
 def test_a_temperature_draws_anew_for_each_line(run: Path):
@@ -164,13 +141,6 @@ def test_a_terminal_shows_both_side_by_side(run: Path, monkeypatch: pytest.Monke
     both = [
         {"text": ["1", "2"], "value": [-5.0, 50.0]},
         {"text": [*"abcdefgh", "9"], "value": [50.0] * 9},
-    ]
-    chat.show(run, [{"text": ["1", "2"], "surprise": [0.0, 4.0]}])
-    lines = capsys.readouterr().out.splitlines()
-    assert [*map(str.strip, lines[1:4])] == [
-        "12",
-        "▁█",
-        "surprises from ▁ 0 to █ 4; at the last token 4",
     ]
     chat.show(run, both)
     lines = capsys.readouterr().out.splitlines()

@@ -21,7 +21,7 @@ from splitppo.tools.runs import (
     results_table,
     settings_table,
 )
-from splitppo.tools.timeline import build_timeline, choose_step, raster, shared_work
+from splitppo.tools.timeline import build_timeline, choose_step, shared_work
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,26 +112,6 @@ def test_overlap_of_a_step_takes_in_the_deferred_update():
     assert middle.title == "Step 2: both groups worked at the same time for 3.00 s of 4.00 s (75%)"
     after = {2: Step({}, [("update", 1012.0, 1013.0)])}
     assert build_timeline(actor, after, 2).title == "Step 2: 4.00 s, in which nothing overlaps"
-
-
-def test_a_raster_of_slots_over_tokens():
-    """Of the last six steps; the third slot has a row that goes on."""
-    actor = {n: Step({}, [], slots=[[[n, 9]]]) for n in range(4)}
-    actor |= {n: Step({}, []) for n in (4, 5)} | {
-        n: Step({}, [], slots=[[[3 * n, 1]]] * 3) for n in range(6, 10)
-    }
-    actor[10] = Step({}, [], slots=[[[30, 5], [33, 3]], [[31, 2]], [[29, 1], [32, 7]]])
-    actor[11] = Step({}, [], slots=[[[36, 2]], [[34, 2]], [[32, 4]]])
-    title, begins, bars = raster(actor)
-    assert begins == [(6, 0), (7, 1), (8, 2), (9, 3), (10, 4), (11, 12)]
-    assert [bar[1:] for bar in bars[0]] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 5), (9, 3), (12, 2)]
-    assert [bar[1:] for bar in bars[2][-3:]] == [(4, 1), (5, 7), (12, 4)]
-    colours = [[colour for colour, *_ in rows] for rows in bars]
-    assert colours[2][-1] == colours[2][-2]
-    assert len(set(colours[0])) == len(colours[0])
-    # 12 + 8 + 2 + 8 + 2 + 2 + 4 of 3 x 16 tokens
-    assert title == "3 slots, 79% busy; neighbouring rows differ in colour"
-    assert raster({1: Step({}, [])})[1:] == ([], [])
 
 
 def test_a_page_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -14,7 +14,6 @@ function ticks(low, high, count) {
 const LANE = {height: 60, gap: 30, top: 24, left: 62, right: 14};
 
 function fillTimeline() {
-  byId("raster").hidden = !data.raster[2].length;
   if (!data.timelines.length) {
     byId("step-tools").hidden = true;
     byId("timeline-title").textContent = "No step has recorded spans.";
@@ -37,49 +36,17 @@ function fillTimeline() {
     `${data.timelines.length} steps are here, ${data.limits.timelines} at most.`;
 }
 
-// The chosen step, and the slots beside it.
+// The chosen step.
 function drawStep() {
   if (data.timelines.length) {
     byId("step-slider").value = byId("step-select").selectedIndex;
     drawTimeline(data.timelines[byId("step-select").selectedIndex]);
   }
-  drawRaster();
 }
 
 function ink(colour) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
   return 0.299 * r + 0.587 * g + 0.114 * b > 150 ? "dark" : "";
-}
-
-function drawRaster() {
-  const [title, begins, slots] = data.raster,
-    svg = byId("raster-svg"),
-    width = svg.clientWidth - 20,
-    height = 7;
-  svg.replaceChildren();
-  byId("raster-title").textContent = title;
-  const end = Math.max(
-    1,
-    ...slots.flatMap((rows) => rows.map(([, start, tokens]) => start + tokens)),
-  );
-  if (width < 0) return;
-  svg.setAttribute("height", 20 + height * slots.length);
-  slots.forEach((rows, slot) =>
-    rows.forEach(([colour, start, tokens]) =>
-      put(svg, "rect", {
-        x: (start / end) * width,
-        width: (tokens / end) * width,
-        y: 20 + slot * height,
-        height: height - 1,
-        fill: colour,
-      }),
-    ),
-  );
-  for (const [step, at] of begins) {
-    const x = (at / end) * width;
-    put(svg, "line", {class: "cursor", x1: x, x2: x, y1: 4, y2: 20 + height * slots.length});
-    put(svg, "text", {x: x + 3, y: 14}, `step ${step}`);
-  }
 }
 
 function drawTimeline(timeline) {
