@@ -96,14 +96,18 @@ def score(data_source, solution_str, ground_truth, extra_info, messages):
 """
 
 
-@pytest.fixture(scope="module")
-def game(inputs: Path) -> Path:
+def write_game(inputs: Path) -> None:
     """An environment, and a policy that ends its turns."""
     (inputs / "env.py").write_text(ENV)
     (inputs / "reward.py").write_text(REWARD)
     config = inputs / "policy" / "config.json"
     config.write_text(config.read_text().replace('"eos_token_id": 1', f'"eos_token_id": {ENDS}'))
     (inputs / "policy" / "generation_config.json").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def game(inputs: Path) -> Path:
+    write_game(inputs)
     return inputs
 
 

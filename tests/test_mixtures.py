@@ -1,52 +1,28 @@
 """Runs of mixtures of experts against the single-process PPO, whose experts are a loop; resumed
 runs are the same."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from mixtures import write_mixture
 from ranks import run_ranks
 from runs import SMALL, main_rank
+from test_dialogues import LIMITS, OLD, listener, write_game
 from test_flagship import REWARD, compare, reference, run
-from test_lora import RANK, assert_same, begun, figures
+from test_lora import RANK, SHARED, assert_same, begun, figures
 from test_windows import LENGTHS, WINDOW, check
 from tiers import wide
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from splitppo.config import LoraConfig
-from splitppo.models.tiny import build_tiny, build_tokenizer, model_config
+from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint
 
 COLOCATED = {"placement__mode": "colocated"}
 SEQUENCE = {**COLOCATED, "fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}
 LAYERS = {"compute__activation_checkpointing": "", "compute__compile": "on"}
-
-
-def write_mixture(folder: Path, kind: str, seed: int) -> None:
-    """A small random one with the embedded model's tokenizer."""
-    tiny = model_config()
-    make: Any = CONFIG_MAPPING[kind]
-    torch.manual_seed(seed)
-    config = make(
-        vocab_size=tiny.vocab_size,
-        hidden_size=32,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        num_experts=6,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tiny.eos_token_id,
-        pad_token_id=tiny.pad_token_id,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +106,38 @@ def test_with_windows(folders, tmp_path, kind) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
-def test_adapters_beside_attention(folders, tmp_path, kind) -> None:
-    """And the router stays as it is in a run that freezes it."""
+def test_what_an_environment_says_has_the_trainers_experts(folders, tmp_path) -> None:
+    """With windows, and rows that are cut over ranks."""
+    folder = tmp_path / "inputs"
+    shutil.copytree(folders["qwen3_moe"], folder)
+    write_game(folder)
+    changes: Any = {"env__path": f"{folder / 'env.py'}:Env", "rollout__window": 5, **LIMITS}
+    changes |= {"fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}
+    changes |= {f"ppo__{name}": value for name, value in OLD.items()}
+    seen = run(folder, tmp_path, 3, odd="exact", placement__actor=2, **changes)
+    heard = listener(folder)
+    compare(seen, reference(folder, seen, window=5, heard=heard, replays=True, **OLD))
+    assert all(line["env/turns"] > 0 for line in seen["lines"][:3])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3_moe", {"placement__actor": 1, "policy__lora__rank": RANK}),
+        ("olmoe", {**COLOCATED, "policy__lora__rank": RANK, "policy__offload": "all"}),
+        ("qwen3_moe", {**SHARED, **COLOCATED, "fsdp__sequence_parallel": 2}),
+    ],
+)
+def test_adapters_beside_attention(folders, tmp_path, kind, changes) -> None:
+    """Also where policy and value model share their base: the value model's experts are its
+    own."""
     folder = folders[kind]
-    seen = run(folder, tmp_path, 2, placement__actor=1, policy__lora__rank=RANK)
-    adapters = {"policy": begun(folder / "policy", "policy", LoraConfig(RANK))}
-    compare(seen, reference(folder, seen, adapters=adapters, replays=True))
+    kinds = ["policy", "value"] if "value__share_base" in changes else ["policy"]
+    base = "policy" if "value" in kinds else "value"
+    seen = run(folder, tmp_path, 2, **{"value__path": folder / base, **changes})
+    adapters = {each: begun(folder / "policy", each, LoraConfig(RANK)) for each in kinds}
+    compare(seen, reference(folder, seen, adapters=adapters, value_base=base, replays=True))
 
 
 @pytest.mark.wide

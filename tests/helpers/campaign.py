@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import write_mixture
 from ranks import run_ranks
 from runs import assert_same, figures
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
@@ -44,7 +45,7 @@ from splitppo.run.life import Run
 
 STEPS, LIMIT, CRASHED = 4, 120, 9
 FIXED = f"""steps={STEPS} rollout.batch-size=12 rollout.max-new-tokens=8 checkpoint.every=1
-    checkpoint.keep=0 timeout=30 policy.path=POLICY value.head=normal policy.optim.lr=5e-4
+    checkpoint.keep=0 timeout=30 value.head=normal policy.optim.lr=5e-4
     value.optim.lr=5e-4 policy.optim.eps=1e-4 value.optim.eps=1e-4 reward.function=SCORE
     log.validate-every=0 log.validate-samples=2 compute.device=cpu log.validate-temperature=0.8"""
 # options of the algorithm: of each kind a configuration has one or none
@@ -156,10 +157,11 @@ def inputs(folder: Path) -> dict[str, str]:
         config.num_labels = labels
         kind(config).save_pretrained(folder / name)
         build_tokenizer().save_pretrained(folder / name)
+    write_mixture(folder / "MIXTURE", "qwen3_moe", 7, num_key_value_heads=4)
     (folder / "score.py").write_text(SCORE)
     (folder / "MIXED").write_text("\n".join(map(str, [1, 7, 4, 2, 8, 5, 3, 6, 8, 1, 6, 4, 8])))
     (folder / "LONG").write_text("12\n11\n12\n")  # with windows no row ends in the first steps
-    paths = {name: str(folder / name) for name in ("POLICY", "REWARD", "MIXED", "LONG")}
+    paths = {name: str(folder / name) for name in ("POLICY", "MIXTURE", "REWARD", "MIXED", "LONG")}
     return paths | {"SCORE": f"{folder / 'score.py'}:score"}
 
 
@@ -194,9 +196,12 @@ def allowed(world: int, flags: list[str], paths: dict[str, str]) -> bool:
 
 
 def drawn(seed: int, paths: dict[str, str]) -> Case:
-    """The configuration of a seed: the first one that no rule refuses."""
+    """The configuration of a seed: the first one that no rule refuses. Of every third the policy
+    is a mixture."""
     draw = random.Random(seed)
-    while not allowed(1, options := [f"--seed={seed}", *some(draw, ALGORITHM, 0.4)], paths):
+    policy = "POLICY" if seed % 3 else "MIXTURE"
+    fixed = [f"--seed={seed}", f"--policy.path={policy}"]
+    while not allowed(1, options := [*fixed, *some(draw, ALGORITHM, 0.4)], paths):
         pass
     runs = [(1, some(draw, FREE[:3], 0.3))] * (draw.random() < 0.7)  # one rank is the quickest
     while len(runs) < 3:
@@ -208,9 +213,10 @@ def drawn(seed: int, paths: dict[str, str]) -> Case:
         ]
         for model in ("fsdp", "value", "reference", "reward"):
             for axis in ("tensor", "sequence"):
-                flags += [f"--{model}.{axis}-parallel={draw.choice([1, 2, 4])}"] * (
-                    draw.random() < 0.3
-                )
+                size = draw.choice([1, 2, 4])
+                if axis == "tensor" and model != "reward" and policy == "MIXTURE":
+                    size = 1
+                flags += [f"--{model}.{axis}-parallel={size}"] * (draw.random() < 0.3)
         flags += some(draw, FREE, 0.3)
         if allowed(world, [*options, *flags], paths):
             runs.append((world, flags))

@@ -40,6 +40,7 @@ import letters
 import readers
 import runs
 import torch
+from mixtures import write_mixture
 from runs import Torchrun
 
 from splitppo import train
@@ -48,7 +49,7 @@ from splitppo.generator import Generator
 from splitppo.job.ends import RESUMABLE
 from splitppo.job.wire import Wire
 from splitppo.models.learner import Learner
-from splitppo.models.tiny import VOCABULARY, build_tiny
+from splitppo.models.tiny import VOCABULARY
 from splitppo.placement import StepPlan
 from splitppo.policy import Policy
 from splitppo.run import checkpoint
@@ -65,7 +66,7 @@ FLAGS = [
 ]
 FLAGS += ["--log.validate-every=0", "--ppo.epochs=1", "--checkpoint.every=1", "--checkpoint.keep=2"]
 FLAGS += [f"--timeout={TIMEOUT}"]
-# turns of an environment, adapters, cut rows and windows at once: `--placement '2+1 all'`
+# experts, turns of an environment, adapters, cut rows, windows at once: `--placement '2+1 all'`
 ALL = [
     *("--placement.actor=2", "--fsdp.sequence-parallel=2", "--value.sequence-parallel=1"),
     *("--rollout.window=5", "--policy.lora.rank=2", "--value.lora.rank=2"),
@@ -306,8 +307,8 @@ def rank_main(fault: Fault | None, run_dir: str) -> int:
 
 
 def talker(folder: Path) -> None:
-    """Makes the policy of `ALL`: most of its tokens end a turn."""
-    build_tiny(folder, seed=0)
+    """Makes the policy of `ALL`: a mixture, most of whose tokens end a turn."""
+    write_mixture(folder, "qwen3_moe", seed=0)
     file = folder / "generation_config.json"
     written = json.loads(file.read_text()) if file.exists() else {}
     ends = [*range(1, len(VOCABULARY), 5)]

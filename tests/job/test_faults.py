@@ -59,7 +59,7 @@ def test_a_job_ends_in_time_says_why_and_goes_on(folder, fault):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fault", faults.draw(2, 1, ["2+1 all"], ["kill"]), ids=str)
-def test_a_kill_of_a_job_with_environments_adapters_cut_rows_and_windows(folder, fault):
+def test_a_kill_of_a_job_with_experts_environments_adapters_cut_rows_and_windows(folder, fault):
     with faults.reading(folder):
         wrong, _ = faults.trouble(fault, folder)
     (folder / "done").unlink()
