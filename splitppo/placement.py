@@ -67,11 +67,6 @@ def place(
                     "start more ranks (a dry run: --world-size) or leave it unset"
                 )
         return Placement(mode, dict.fromkeys(ROLES, tuple(range(world))))
-    if world == 1:
-        raise UserError(
-            f"placement.mode={mode} needs 2 ranks at least, not 1; use colocated or start more"
-            " ranks (a dry run: --world-size)"
-        )
     if world % local_world:
         raise UserError(
             f"{world} ranks can't be divided into nodes of {local_world} ranks; "
@@ -101,20 +96,13 @@ def _actor_size(config: PlacementConfig, world: int, unit: int, mode: str) -> in
             f"placement.actor={actor} and critic={critic} do not add up to {world} ranks;"
             " give one of them"
         )
-    for name, size in (("actor", actor), ("critic", critic)):
-        if size < 1:
-            raise UserError(
-                f"placement.mode={mode}, actor={config.actor}, critic={config.critic}: no rank of"
-                f" {world} is left for the {name} group; set sizes of 1 to {world - 1}, or"
-                " placement.mode=colocated"
-            )
-        if size % unit:
-            per_node = f"must be the same on each of {unit} nodes"
-            raise UserError(
-                f"placement.{name}={size} with mode {mode} "
-                f"{per_node if mode == 'per_node' else f'is not whole nodes of {unit} ranks'}; "
-                f"use a multiple of {unit}"
-            )
+    if min(actor, critic) < 1 or actor % unit or critic % unit:
+        rule = "each node has ranks of both" if mode == "per_node" else "each has whole nodes"
+        raise UserError(
+            f"placement.actor={actor} and critic={critic} of {world} ranks: with placement.mode="
+            f"{mode} {rule}, so both are multiples of {unit}, above 0; change them, use colocated,"
+            " or start more ranks (a dry run: --world-size)"
+        )
     return actor
 
 

@@ -815,7 +815,6 @@ ROWS = torch.tensor([1, 3])
 CLIPS: Any = {"clip_low": 0.2, "clip_high": 0.2, "aggregate": "token_mean"}
 # a function and how many tensors of one shape it takes
 SHAPED: dict[str, tuple[Callable[..., Any], int]] = {
-    "mean": (algo.mean, 1),
     "kl_estimate": (lambda x, ref: algo.kl_estimate(x, ref, "k1"), 2),
     "aggregate_loss": (lambda x: algo.aggregate_loss(x, ROWS, "seq_mean_token_mean"), 1),
     "policy_loss": (lambda *x: LOSSES.policy_loss(*x, ROWS, **CLIPS), 3),
@@ -855,7 +854,7 @@ def test_packed_tokens_that_are_not_those_of_the_rows_are_refused():
         ):
             with pytest.raises(ValueError, match="one shape"):
                 call(wrong)
-    for call in (algo.moments, algo.whiten, lambda x: algo.aggregate_weight(x, "token_mean")):
+    for call in (algo.moments, algo.whiten):
         with pytest.raises(ValueError, match="with 1 axes"):
             call(torch.ones(3, 4))
 

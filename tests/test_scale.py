@@ -119,7 +119,7 @@ def test_per_node_placements_send_rows_within_nodes_alone(actor):
 )
 def test_by_node_takes_unequal_and_odd_numbers_of_nodes(config, world, actor):
     assert place(config, world=world, local_world=8).groups["actor"] == tuple(actor)
-    with pytest.raises(UserError, match="is not whole nodes of 8"):
+    with pytest.raises(UserError, match="whole nodes, so both are multiples of 8"):
         place(PlacementConfig(mode="by_node", actor=12), world=world, local_world=8)
 
 

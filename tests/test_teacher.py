@@ -214,7 +214,7 @@ def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_p
     assert one[0]["distill/kl"] == pytest.approx(other[0]["distill/kl"], rel=1e-5)
     assert one[0]["distill/kl"] > 1e-3
     (facts,) = (json.loads((tmp_path / "adapter/run/resolved.json").read_text())["models"],)
-    assert (facts["teacher"]["trained"], facts["teacher"]["lora_rank"]) == (0, 3)
+    assert facts["teacher"]["trained"] == 0
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     moved = {name.replace(".layers.0.", ".layers.9."): x for name, x in load_file(file).items()}
     save_file(moved, file, {"format": "pt"})

@@ -221,19 +221,19 @@ def read_lengths(config: RolloutConfig) -> list[int]:
     if config.lengths is None:
         return []
     most = config.max_new_tokens
-    if not Path(config.lengths).is_file():
+    try:
+        words = Path(config.lengths).read_text(encoding="utf-8-sig", errors="replace").split()
+        lengths = [int(word) for word in words]
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"rollout.lengths={config.lengths}: no such file (from {Path.cwd()}); "
-            "name one that every rank can read"
+            f"rollout.lengths={config.lengths}: {error}; name a file of whole numbers, one a line"
+        ) from error
+    if not (lengths and min(lengths) >= 1 and max(lengths) <= most):
+        raise UserError(
+            f"rollout.lengths={config.lengths} holds {len(lengths)} numbers; write some from 1 to "
+            f"rollout.max_new_tokens={most}, one a line"
         )
-    words = Path(config.lengths).read_text(encoding="utf-8-sig", errors="replace").split()
-    for word in words or ["nothing"]:
-        if not (word.isascii() and word.isdecimal() and 1 <= int(word) <= most):
-            raise UserError(
-                f"rollout.lengths={config.lengths} holds {word[:80]!r}; "
-                f"write numbers from 1 to rollout.max_new_tokens={most}, one a line"
-            )
-    return [int(word) for word in words]
+    return lengths
 
 
 def generate(config: DataConfig, seed: int, *, held_out: bool) -> Iterator[Row]:

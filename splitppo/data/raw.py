@@ -37,7 +37,7 @@ def _read_parquet(path: Path, file: str, used: set[str]) -> Numbered:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             _check_schema(table.schema_arrow, used, file)
-            unread = {column.name: _hollow(column.type) for column in table.schema_arrow}
+            unread = dict.fromkeys(table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=256, columns=sorted(used)):
                 for at in range(batch.num_rows):
                     done += 1
@@ -69,20 +69,12 @@ def _check_schema(schema: pyarrow.Schema, used: set[str], file: str) -> None:
             raise UserError(f"{file} has the column {column.name} twice; drop one of the two")
 
 
-def _hollow(kind: pyarrow.DataType) -> Any:
-    """A value of a column that is not read: None, and of an object its fields' names with such."""
-    is_object = pyarrow.types.is_struct(kind)
-    return {part.name: _hollow(part.type) for part in kind} if is_object else None
-
-
 def _to_python(value: pyarrow.Scalar, where: str) -> Any:
     """A value of a row. Raises UserError, which begins with `where`, if Python has none that is
     the same, or an object in it has a field twice."""
     try:
         return value.as_py()
     except Exception as error:  # pyarrow's errors are of many types
-        if "duplicate field" in str(error):
-            raise UserError(f"{where} has a field twice; drop one of the two") from error
         raise UserError(
             f"{where} holds a value that can't be read ({value.type}: "
             f"{' '.join(str(error).split())}); write it as text, or drop the column"

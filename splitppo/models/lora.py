@@ -258,9 +258,6 @@ class Adapter(Trainable):
         save_file(dict(tensors), folder / WEIGHTS, {"format": "pt", "base": self.digest()})
         return [*FILES]
 
-    def summary(self) -> dict[str, Any]:
-        return {"lora_rank": self.settings.rank, "lora_alpha": self.alpha}
-
 
 @dataclass(frozen=True)
 class FrozenAdapter(Adapter):

@@ -8,7 +8,6 @@ questions, so that nobody asks which of them a model is.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +91,6 @@ class Trainable:
         """Writes what a checkpoint holds once more, for other programs. Returns the files' names,
         below the folder."""
         return []
-
-    def summary(self) -> dict[str, Any]:
-        """What RUN/resolved.json says of it."""
-        return {}
 
 
 @dataclass(frozen=True)

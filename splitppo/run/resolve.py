@@ -160,7 +160,6 @@ class Resolved:
                         "sequence_parallel": self.config.set_shape(name).sequence,
                         "offload": self.offload(name),
                         "trained": model.counts.trained,
-                        **model.trainable.summary(),
                     }
                     for name, model in self.models.items()
                 },

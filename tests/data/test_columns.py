@@ -109,7 +109,7 @@ def test_a_value_that_python_lacks_is_named_by_column_and_row(
 def test_the_names_of_columns_that_are_not_read_help_to_choose_one(tmp_path: Path):
     holder = pyarrow.array([{"truth": 1, "more": {"index": 2}}] * 300)
     file = parquet(tmp_path / "rows.parquet", holder=holder)
-    with pytest.raises(UserError, match=r"columns: .*holder\.truth, holder\.more\.index; set"):
+    with pytest.raises(UserError, match=r"columns: .*holder; set"):
         check_files(config_of(file, answer_key="holder.wrong"))
 
 

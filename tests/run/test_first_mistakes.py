@@ -203,7 +203,7 @@ MISTAKES = {
 
 # the same on a terminal, of what the ranks find: one of each kind
 ON_RANKS = {
-    "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic group", "1"]),
+    "no rank for the critic": (f"{TWO} --placement.actor 2", ["actor=2", "critic=0", "1"]),
     "a reward that is no Python": (f"{TWO} --reward.function typo.py:score", ["typo.py", "line 2"]),
     "text that is called parquet": (f"{TWO} --data.files text.parquet", ["text.parquet"]),
     "a model that was cut off": (f"{TWO} --policy.path cut", ["cut", "model.safetensors"]),

@@ -247,11 +247,11 @@ EARLY = [
 --ppo.old-logprobs=engine --rollout.top-k=5 =>
     ppo.old_logprobs=engine with rollout.top_p=1, rollout.top_k=5 ... use top_p 1 and top_k 0
 --rollout.lengths={d}/none.txt =>
-    rollout.lengths={d}/none.txt: no such file ... name one that every rank
+    rollout.lengths={d}/none.txt: ... No such file ... name a file of whole numbers
 --rollout.lengths={d}/lengths.txt =>
-    lengths.txt holds '99999'; write numbers from 1 to rollout.max_new_tokens=6, one a line
---rollout.lengths={d}/key.toml => key.toml holds '[rollout]'; write numbers from 1 to
---rollout.lengths={d}/bare.txt => bare.txt holds 'nothing'; write numbers from 1 to
+    lengths.txt holds 3 numbers; write some from 1 to rollout.max_new_tokens=6, one a line
+--rollout.lengths={d}/key.toml => '[rollout]'; name a file of whole numbers
+--rollout.lengths={d}/bare.txt => bare.txt holds 0 numbers; write some from 1 to
 --rollout.lengths={d}/bare.txt --ppo.mask-truncated =>
     which ppo.mask_truncated drops; unset one
 --rollout.lengths={d}/bare.txt --rollout.stop=a => leave rollout.stop unset
@@ -290,7 +290,7 @@ mine.toml => Unrecognized options: mine.toml
 # placement
 --placement.actor=2 =>
     placement.actor=2: all 1 ranks play both ... start more ranks (a dry run: --world-
---placement.mode=per_node => placement.mode=per_node needs 2 ranks ... use colocated
+--placement.mode=per_node => of 1 ranks: with placement.mode=per_node ... use colocated
 --dry-run --world-size=8 --placement.actor=5 --placement.critic=4 =>
     actor=5 ... 8 ranks ... give one
 --dry-run --world-size=8 --placement.actor=6 --fsdp.tensor-parallel=4 =>
@@ -306,8 +306,8 @@ mine.toml => Unrecognized options: mine.toml
     --fsdp.tensor-parallel=2 =>
     sequence_parallel=4 beside tensor_parallel=2 does not divide the 4 actor ranks, 4 on a node or
     in     a replica, into parallel groups; set fsdp.sequence_parallel to one of [1, 2]
---dry-run --world-size=8 --placement.actor=9 => actor=9 ... no rank of 8 is left for the critic
---dry-run --world-size=8 --nodes=2 --placement.actor=5 => placement.actor=5 ... a multiple of 2
+--dry-run --world-size=8 --placement.actor=9 => actor=9 and critic=-1 of 8 ranks
+--dry-run --world-size=8 --nodes=2 --placement.actor=5 => placement.actor=5 ... multiples of 2
 --dry-run --world-size=7 --nodes=2 => world_size=7 ... set --world-size to a multiple of 2
 --dry-run --world-size=0 => world_size=0
 # files; test_data.py has the others
