@@ -57,11 +57,6 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
     (Chan, Golub & LeVeque 1979, "Updating formulae"). Raises ValueError when there is no part."""
     columns = zip(*((part.count, part.mean, part.variance) for part in parts), strict=True)
     counts, means, variances = map(torch.stack, columns)
-    return _merged(counts, means, variances)
-
-
-def _merged(counts: Tensor, means: Tensor, variances: Tensor) -> Moments:
-    """Moments of parts `[parts]` together."""
     count = counts.sum()
     mean = (counts * means).sum() / count.clamp(min=1)
     within = ((counts - 1).clamp(min=0) * variances).sum()
@@ -78,7 +73,7 @@ def all_moments(
         [[float(m.count), float(m.mean), float(m.variance)] for m in map(moments, figures)]
     )
     wide = torch.tensor(parts, dtype=torch.float64)  # [ranks, figures, 3]
-    return [_merged(*wide[:, i].T) for i in range(len(figures))]
+    return [merge_moments([Moments(*part) for part in wide[:, i]]) for i in range(len(figures))]
 
 
 def explained_variance(targets: Moments, errors: Moments) -> float:

@@ -34,12 +34,9 @@ class DataConfig:
     """Further arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
     max_rows: int | None = None
     """Maximum number of training prompts, drawn at random from all files. Unset: all."""
-    overlong: Literal["refuse", "filter", "cut"] = "refuse"
-    """What to do with prompts over `rollout.max_prompt_tokens`, if it is set: refuse the run, drop
-    the row, or cut the prompt's first tokens."""
-    invalid: Literal["refuse", "filter"] = "refuse"
-    """What to do with unusable rows (no prompt, a wrong type, no ground truth for the reward rule):
-    refuse the run, or drop them."""
+    overlong: Literal["refuse", "filter"] = "refuse"
+    """What to do with prompts over `rollout.max_prompt_tokens`, if it is set: refuse the run, or
+    drop the row."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256

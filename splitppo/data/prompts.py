@@ -20,7 +20,7 @@ from splitppo.errors import UserError
 from splitppo.rollout import Prompt
 
 Split = Literal["train", "validation"]
-# the errors of the prompts that can't be scored
+# the errors of the prompts that can't be scored, by their place
 Check = Callable[[Mapping[int, Prompt]], Mapping[int, UserError]]
 
 # messages, and by name the row's tools or documents -> the text of a prompt
@@ -61,9 +61,7 @@ def check_files(config: DataConfig, seed: int = 0) -> None:
         ("data.validation_files", config.validation_files),
     ):
         for file in files:
-            first = next(read_file(config, file, setting))
-            if isinstance(first, UserError) and config.invalid == "refuse":
-                raise first
+            next(read_file(config, file, setting))
 
 
 def load_prompts(
@@ -85,81 +83,55 @@ def load_prompts(
     Messages go through `render`, or the tokenizer's chat template. With `data.chat` and a template,
     strings do too, as one user message; a template that shows the time shows `now`. Other strings
     get the tokenizer's special tokens, but not the end of a sequence. A row that can't be used, or
-    that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such rows alone
-    is refused. A prompt above `max_prompt_tokens` (None: none is) is a UserError, left out or cut
-    (`data.overlong`). Then `data.max_rows` draws training prompts at random. `data.validation_rows`
-    takes the first held-out prompts. `teacher_key`: column of the prompt that a teacher reads, of
-    at most `teacher_most` tokens; a row without it can't be used.
+    that `check` finds wrong, is a UserError. A prompt above `max_prompt_tokens` (None: none is) is
+    one, too, or left out (`data.overlong`). Then `data.max_rows` draws training prompts at random.
+    `data.validation_rows` takes the first held-out prompts. `teacher_key`: column of the prompt
+    that a teacher reads, of at most `teacher_most` tokens; a row without it can't be used.
     """
-    setting, files = _read(config, seed, split)
-    read = [row for file in files for row in file]
-    rows = {index: row for index, row in enumerate(read) if isinstance(row, Row)}
-    prompts, wrong = tokenize(config, dict(enumerate(read)), tokenizer, now, render)
+    setting, rows = _read(config, seed, split)
+    prompts = tokenize(config, rows, tokenizer, now, render)
     if teacher_key:
         as_taught = replace(config, prompt_key=teacher_key)
-        others = [row for file in _read(as_taught, seed, split)[1] for row in file]
-        taught, refused = tokenize(as_taught, dict(enumerate(others)), tokenizer, now)
-        refused |= {
-            i: UserError(
-                f"data.prompt_key={teacher_key}: {rows[i].where} has {len(prompt.tokens)} tokens "
-                f"there; the teacher can read at most {teacher_most} prompt tokens plus "
-                "rollout.max_new_tokens; shorten it, or drop the row"
-            )
-            for i, prompt in taught.items()
-            if i in rows and len(prompt.tokens) > teacher_most
-        }
-        prompts = {i: replace(prompt, teacher=taught.get(i)) for i, prompt in prompts.items()}
-        wrong = {
-            i: UserError(re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error)))
-            for i, error in refused.items()
-        } | wrong
-    checked = check(prompts) if not wrong or config.invalid == "filter" else {}
-    wrong |= {i: UserError(f"{rows[i].where}: {error}") for i, error in checked.items()}
-    usable = {index: prompt for index, prompt in prompts.items() if index not in wrong}
-    file_of = [number for number, file in enumerate(files) for _ in file]
-    _refuse(config, wrong, file_of, {file_of[index] for index in usable})
-    fitting, notes = _fit(config, rows, usable, tokenizer, max_prompt_tokens or 2**31, setting)
+        try:
+            taught = tokenize(as_taught, _read(as_taught, seed, split)[1], tokenizer, now)
+        except UserError as error:
+            text = re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error))
+            raise UserError(text) from error
+        for row, prompt in zip(rows, taught, strict=True):
+            if len(prompt.tokens) > teacher_most:
+                raise UserError(
+                    f"teacher.prompt_key={teacher_key}: {row.where} has {len(prompt.tokens)} tokens"
+                    f" there; the teacher can read at most {teacher_most} prompt tokens plus "
+                    "rollout.max_new_tokens; shorten it, or drop the row"
+                )
+        prompts = [replace(p, teacher=other) for p, other in zip(prompts, taught, strict=True)]
+    wrong = check(dict(enumerate(prompts)))
+    if wrong:
+        place = min(wrong)
+        count = f" ({len(wrong)} such rows of {len(rows)})"
+        raise UserError(f"{rows[place].where}: {wrong[place]}{count}") from wrong[place]
+    fitting, notes = _fit(config, rows, prompts, max_prompt_tokens or 2**31, setting)
     template = str(tokenizer.chat_template)
     if split == "train" and CLOCK in template:
         notes.append(SHOWS_TIME)
-    notes += _unseen([(rows[index], prompts[index]) for index in prompts], template, setting)
-    if wrong:
-        notes.insert(
-            0,
-            f"data.invalid=filter: {len(wrong)} of {len(read)} rows of {setting} can't be used "
-            f"and are left out; the first: {wrong[min(wrong)]}",
-        )
-    chosen = list(fitting)
+    notes += _unseen(zip(rows, prompts, strict=True), template, setting)
     if split == "validation":
-        chosen = chosen[: config.validation_rows]
-    elif config.max_rows is not None and config.max_rows < len(chosen):
+        fitting = fitting[: config.validation_rows]
+    elif config.max_rows is not None and config.max_rows < len(fitting):
         noise = np.random.default_rng([_DRAW_STREAM, seed % 2**64])
-        chosen = sorted(noise.choice(chosen, config.max_rows, replace=False).tolist())
-    return PromptSet([fitting[index] for index in chosen], notes)
+        chosen = sorted(noise.choice(len(fitting), config.max_rows, replace=False).tolist())
+        fitting = [fitting[place] for place in chosen]
+    return PromptSet(fitting, notes)
 
 
-def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Row | UserError]]]:
-    """The setting that a split's rows come from, for messages, and what each file holds."""
+def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[Row]]:
+    """The setting that a split's rows come from, for messages, and the rows, file after file."""
     held_out = split == "validation"
     setting = "data.validation_files" if held_out else "data.files"
     files = config.validation_files if held_out else config.files
     if not (files or config.files):
-        return f"data.task={config.task}", [list(generate(config, seed, held_out=held_out))]
-    return setting, [list(read_file(config, file, setting)) for file in files]
-
-
-def _refuse(
-    config: DataConfig, wrong: Mapping[int, UserError], file_of: Sequence[int], usable: Set[int]
-) -> None:
-    """Raises the error of the first row that may not be left out. `usable`: the files that hold
-    other rows."""
-    for index in sorted(wrong):
-        if file_of[index] not in usable:
-            raise wrong[index]
-        if config.invalid == "refuse":
-            raise UserError(
-                f"{wrong[index]}, or --data.invalid filter ({len(wrong)} of {len(file_of)} rows)"
-            )
+        return f"data.task={config.task}", list(generate(config, seed, held_out=held_out))
+    return setting, [row for file in files for row in read_file(config, file, setting)]
 
 
 def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> list[str]:
@@ -177,17 +149,16 @@ def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> 
 
 def tokenize(
     config: DataConfig,
-    read: Mapping[int, Row | UserError],
+    rows: Sequence[Row],
     tokenizer: Any,
     now: datetime | None = None,
     render: Render | None = None,
-) -> tuple[dict[int, Prompt], dict[int, UserError]]:
-    """The prompts by the index of their row, and the errors of rows that have none, with those of
-    reading them. A template that shows the time shows `now`, for all rows the same."""
-    rows = {index: row for index, row in read.items() if isinstance(row, Row)}
-    is_shown = any(row.shown for row in rows.values())
+) -> list[Prompt]:
+    """The prompts of the rows. A template that shows the time shows `now`, for all rows the
+    same. Raises UserError of the first row that has no prompt."""
+    is_shown = any(row.shown for row in rows)
     reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
-    chats = {index: _conversation(config, row, tokenizer) for index, row in rows.items()}
+    chats = [_conversation(config, row, tokenizer) for row in rows]
     settings = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     render = render or (
         lambda messages, **columns: tokenizer.apply_chat_template(
@@ -195,78 +166,65 @@ def tokenize(
         )
     )
     set_by = json.loads(config.chat_kwargs).keys()
-    texts, wrong = _texts(rows, chats, reads, set_by, render)
+    texts = [
+        _text(row, messages, reads, set_by, render)
+        for row, messages in zip(rows, chats, strict=True)
+    ]
     tokens: dict[int, list[int]] = {}
     # one call for plain texts, which get special tokens, and one for rendered texts, which already
     # hold them
-    for plain in {chats[index] is None for index in texts}:
-        chosen = [index for index in texts if (chats[index] is None) == plain]
+    for plain in {messages is None for messages in chats}:
+        chosen = [place for place, messages in enumerate(chats) if (messages is None) == plain]
         ids = tokenizer([texts[i] for i in chosen], add_special_tokens=plain, verbose=False)
         # a policy has nothing to say behind the end
         ends = plain and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         end = -1 if ends else None
         tokens |= {
-            index: list(part[:end]) for index, part in zip(chosen, ids["input_ids"], strict=True)
+            place: list(part[:end]) for place, part in zip(chosen, ids["input_ids"], strict=True)
         }
-    wrong |= {index: row for index, row in read.items() if isinstance(row, UserError)}
-    wrong |= {
-        index: UserError(
-            f"{rows[index].where} has a prompt without tokens; drop the row or fix the tokenizer"
-        )
-        for index, part in tokens.items()
-        if not part
-    }
-    return {
-        index: Prompt(
-            text,
-            tokens[index],
-            rows[index].data_source,
-            rows[index].ground_truth,
-            rows[index].extra_info,
-            chats[index],
-            column=rows[index].prompt,
-        )
-        for index, text in texts.items()
-        if tokens[index]
-    }, wrong
-
-
-def _texts(
-    rows: Mapping[int, Row],
-    chats: Mapping[int, Any],
-    reads: Set[str],
-    set_by: Set[str],
-    render: Render,
-) -> tuple[dict[int, str], dict[int, UserError]]:
-    """The text of each row's prompt, and the errors of rows that have none. `chats`: their
-    messages, None of plain text. `reads`: what else the template reads. `set_by`: names in
-    data.chat_kwargs."""
-    texts: dict[int, str] = {}
-    wrong: dict[int, UserError] = {}
-    for index, messages in chats.items():
-        row = rows[index]
-        try:
-            names = () if messages is None else reads & {*row.shown}
-            columns = {name: read_objects(row.shown[name], name) for name in names}
-            columns = {name: objects for name, objects in columns.items() if objects}
-            if twice := sorted(columns.keys() & set_by):
-                raise UserError(
-                    f"column {twice[0]} and data.chat_kwargs set the same variable of the chat "
-                    "template; drop one of the two"
-                )
-            text: Any = row.prompt if messages is None else render(messages, **columns)
-            text.encode()  # or it holds half a character, which is a ValueError
-            texts[index] = text
-        except UserError as error:
-            wrong[index] = UserError(f"{row.where}: {error}")
-        # the last three: chat_kwargs, and objects that are nested too deep
-        except (TemplateError, ValueError, TypeError, RecursionError) as error:
-            wrong[index] = UserError(
-                f"{row.where}: the chat template refuses these messages "
-                f"({' '.join(str(error).split())}); "
-                "fix the row, or data.chat_kwargs or data.system if set"
+    for place, row in enumerate(rows):
+        if not tokens[place]:
+            raise UserError(
+                f"{row.where} has a prompt without tokens; drop the row or fix the tokenizer"
             )
-    return texts, wrong
+    return [
+        Prompt(
+            texts[place],
+            tokens[place],
+            row.data_source,
+            row.ground_truth,
+            row.extra_info,
+            chats[place],
+            column=row.prompt,
+        )
+        for place, row in enumerate(rows)
+    ]
+
+
+def _text(row: Row, messages: Any, reads: Set[str], set_by: Set[str], render: Render) -> str:
+    """The text of a row's prompt. `messages`: None of plain text. `reads`: what else the template
+    reads. `set_by`: names in data.chat_kwargs."""
+    try:
+        names = () if messages is None else reads & {*row.shown}
+        columns = {name: read_objects(row.shown[name], name) for name in names}
+        columns = {name: objects for name, objects in columns.items() if objects}
+        if twice := sorted(columns.keys() & set_by):
+            raise UserError(
+                f"column {twice[0]} and data.chat_kwargs set the same variable of the chat "
+                "template; drop one of the two"
+            )
+        text: Any = row.prompt if messages is None else render(messages, **columns)
+        text.encode()  # or it holds half a character, which is a ValueError
+        return text
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from error
+    # the last three: chat_kwargs, and objects that are nested too deep
+    except (TemplateError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{row.where}: the chat template refuses these messages "
+            f"({' '.join(str(error).split())}); "
+            "fix the row, or data.chat_kwargs or data.system if set"
+        ) from error
 
 
 def _check_template(
@@ -328,39 +286,25 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
 
 
 def _fit(
-    config: DataConfig,
-    rows: Mapping[int, Row],
-    prompts: dict[int, Prompt],
-    tokenizer: Any,
-    longest: int,
-    setting: str,
-) -> tuple[dict[int, Prompt], list[str]]:
-    """Applies `data.overlong`: the prompts that stay, by the index of their row, and notes about
-    the others."""
-    over = {i: prompt.tokens for i, prompt in prompts.items() if len(prompt.tokens) > longest}
+    config: DataConfig, rows: Sequence[Row], prompts: list[Prompt], longest: int, setting: str
+) -> tuple[list[Prompt], list[str]]:
+    """Applies `data.overlong`: the prompts that stay, and notes about the others."""
+    over = {place: n for place, p in enumerate(prompts) if (n := len(p.tokens)) > longest}
     if not over:
         return prompts, []
-    fitting = {index: prompt for index, prompt in prompts.items() if index not in over}
-    if config.overlong == "cut":
-        fitting = prompts | {
-            index: replace(
-                prompts[index], text=tokenizer.decode(ids[-longest:]), tokens=ids[-longest:]
-            )
-            for index, ids in over.items()
-        }
+    fitting = [prompt for place, prompt in enumerate(prompts) if place not in over]
     first = min(over)
-    which = f"the first is {rows[first].where} ({len(over[first])} tokens)"
+    which = f"the first is {rows[first].where} ({over[first]} tokens)"
     what = (
         f"data.overlong={config.overlong}: {len(over)} of {len(prompts)} rows of {setting} have "
         f"prompts over rollout.max_prompt_tokens={longest}"
     )
     if config.overlong == "refuse" or not fitting:
         raise UserError(
-            f"{what}; {which}: set --rollout.max-prompt-tokens {max(map(len, over.values()))}, "
-            "or --data.overlong to filter or cut"
+            f"{what}; {which}: set --rollout.max-prompt-tokens {max(over.values())}, "
+            "or --data.overlong filter"
         )
-    fate = "lose their first tokens" if config.overlong == "cut" else "are left out"
-    return fitting, [f"{what} and {fate}; {which}"]
+    return fitting, [f"{what} and are left out; {which}"]
 
 
 def prompt_index(n_prompts: int, place: int, seed: int) -> int:

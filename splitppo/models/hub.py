@@ -46,19 +46,6 @@ class HubName:
     def kind(self) -> str:
         return "dataset" if self.file else "model"
 
-    def get(self, patterns: Sequence[str], **options: Any) -> Any:
-        """huggingface_hub's download of a data set's file, or of the files of a model that match
-        the patterns, without subfolders. Returns the path."""
-        options |= {"revision": self.revision}
-        if self.file:
-            return hf_hub_download(self.repo, self.file, repo_type=self.kind, **options)
-        return snapshot_download(
-            self.repo, allow_patterns=[*patterns], ignore_patterns="*/*", **options
-        )
-
-    def error(self, problem: str, remedy: str) -> UserError:
-        return UserError(f"{self.setting}={self}: {problem}; {remedy}")
-
 
 def find(
     setting: str,
@@ -88,12 +75,18 @@ def find(
     pinned = re.escape(f'"{replace(name, revision="COMMIT")}"').replace("COMMIT", COMMIT)
     if not match[2] and (of_run := re.search(pinned, before)):
         name = replace(name, revision=of_run[1])
-    patterns = [*files, *["*.py"] * own_code]
     if int(os.environ.get("LOCAL_RANK", "0")):
         disable_progress_bars()  # one rank of a node shows them; all wait for each other's files
     offline = constants.HF_HUB_OFFLINE or not fetch
+    where: Any = {"revision": name.revision, "local_files_only": offline}
     try:
-        path = name.get(patterns, local_files_only=offline)
+        if name.file:
+            path = hf_hub_download(name.repo, name.file, repo_type=name.kind, **where)
+        else:
+            patterns = [*files, *["*.py"] * own_code]
+            path = snapshot_download(
+                name.repo, allow_patterns=patterns, ignore_patterns="*/*", **where
+            )
     except FAILURES as error:
         raise _explain(name, error, offline=offline) from error
     (commit,) = re.findall(f".*/snapshots/{COMMIT}", path)
@@ -157,4 +150,5 @@ def _explain(name: HubName, error: BaseException, *, offline: bool) -> UserError
             "start again: files that are whole are not fetched twice",
         ),
     )
-    return name.error(*next(meaning for applies, *meaning in meanings if applies))
+    problem, remedy = next(meaning for applies, *meaning in meanings if applies)
+    return UserError(f"{name.setting}={name}: {problem}; {remedy}")

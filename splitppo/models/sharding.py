@@ -76,15 +76,11 @@ def parallelize(
     for layer in layers:
         fully_shard(layer, mesh=tensor.line if tensor else mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in _sharded_modules(model):
+    for module in [module for module in model.modules() if isinstance(module, FSDPModule)]:
         module.set_gradient_divide_factor(
             1.0 if tensor is None or module in {*layers} else float(tensor.size)
         )
         module.set_force_sum_reduction_for_comms(True)  # Gloo has no averaging reduction
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gather_full(

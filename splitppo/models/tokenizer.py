@@ -14,6 +14,7 @@ TEMPLATE = "the chat template"
 # without one of these files, transformers returns an empty tokenizer and no error
 FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 TOKENIZER_FILES = (*FILES, "merges.txt", "*_tokens*.json", "chat_template*")
+UNKNOWN = "\ufffd"  # what bytes that are no character decode to
 LONGEST_CHARACTER = 8  # tokens; one of UTF-8 has four bytes at most
 
 
@@ -111,32 +112,24 @@ def token_ends(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> li
         return list(accumulate(map(len, texts)))
     # twice: alone, some tokenizers leave out a space
     left_out = {token for token in alone if not alone[token] and not decode([token, token])}
-    # a token's text depends on its neighbours: that of a window is compared with the whole
-    ends = [0]
-    start = 0  # of the window's text in the whole, behind that of the context
+    # a token's text depends on its neighbours: it is decoded behind those that came before it
+    ends = []
+    start = end = 0  # of the window's text in the whole
     context: list[int] = []
-    before = ""  # the text of the context
     window: list[int] = []
     for token in ids:
-        if token in left_out:
-            ends.append(ends[-1])
-            continue
-        window.append(token)
-        text = decode([*context, *window])[len(before) :]
-        stuck = len(window) > LONGEST_CHARACTER  # the window's text is another than in the whole
-        if stuck:
-            start = max(start, whole.find(text, start))
-        grown = max(n for n in range(len(text) + 1) if whole.startswith(text[:n], start) or stuck)
-        if not text:  # one more byte of what is no character
-            ends[-1] = max(start - 1, 0)
-        ends.append(min(start + grown, len(whole)))
-        if text and grown == len(text):
-            start = ends[-1]
-            context = window
-            window = []
-            before = decode(context)
-    ends[-1] = len(whole)
-    return list(accumulate(reversed(ends), min))[-2::-1]
+        if token not in left_out:
+            window.append(token)
+            text = decode([*context, *window])
+            # its last character may lack a byte, but is not of so many tokens
+            part = text if len(window) > LONGEST_CHARACTER else text.rstrip(UNKNOWN)
+            end = max(end, start + len(part) - len(decode(context)))
+            if part == text:
+                start = end
+                context = window
+                window = []
+        ends.append(min(end, len(whole)))
+    return [*ends[:-1], len(whole)]
 
 
 def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:

@@ -81,11 +81,8 @@ def load(
 
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
-        prompts, wrong = tokenize(
-            config.data, {0: Row("the prompt", line, "", "", {})}, tokenizer, render=player.render
-        )
-        if wrong:
-            raise wrong[0]
+        row = Row("the prompt", line, "", "", {})
+        prompts = tokenize(config.data, [row], tokenizer, render=player.render)
         if (length := len(prompts[0].tokens)) > room:
             raise UserError(
                 f"the prompt has {length} tokens, but only {room} fit with {most} new tokens; "

@@ -115,7 +115,7 @@ def load(config: DataConfig, tokenizer: Any) -> None:
     prompt=KEYS,
     answer=KEYS,
     chat=st.booleans(),
-    overlong=st.sampled_from(["refuse", "filter", "cut"]),
+    overlong=st.sampled_from(["refuse", "filter"]),
 )
 def test_any_json_as_data(tmp_path, tokenizer, rows, prompt, answer, chat, overlong):
     as_list, as_lines = tmp_path / "data.json", tmp_path / "data.jsonl"

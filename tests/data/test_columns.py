@@ -92,7 +92,7 @@ def test_a_column_that_nobody_reads_is_not_read(name: str, tmp_path: Path):
     [
         ("nanoseconds", "row 271: column nanoseconds .*not safely convertible"),
         ("years", "row 271: column years .*out of range"),
-        ("zones", "row 271: column zones .*Mars/Phobos"),
+        ("zones", "row 1: column zones .*Mars/Phobos"),
         ("text", "row 271: column text .*xff"),
         ("deep", "row 271: column deep .*xff"),
     ],
@@ -100,7 +100,8 @@ def test_a_column_that_nobody_reads_is_not_read(name: str, tmp_path: Path):
 def test_a_value_that_python_lacks_is_named_by_column_and_row(
     name: str, where: str, tmp_path: Path
 ):
-    file = parquet(tmp_path / "rows.parquet", **{name: odd(270)[name]})
+    at = 0 if name == "zones" else 270  # its other rows are null, which is no ground truth
+    file = parquet(tmp_path / "rows.parquet", **{name: odd(at)[name]})
     with pytest.raises(UserError, match=where) as caught:
         list(read_file(config_of(file, answer_key=name), str(file), "data.files"))
     assert "\n" not in str(caught.value)
@@ -212,12 +213,11 @@ def test_messages_in_another_notation_are_refused(text: str, tmp_path: Path):
         "[INST] You play the role: user, and like content. [/INST]",
         f"Explain {json.dumps(MESSAGES)}",
         "[",
-        "",
     ],
 )
 def test_other_texts_stay_texts(text: str, tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": f"{text} "}, {"prompt": "1="})
-    assert texts(config_of(file, invalid="filter"))[0] == (f"(user){text} " if text else "(user)1=")
+    assert texts(config_of(file))[0] == f"(user){text} "
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_tools_that_something_else_says_too_are_refused(tmp_path: Path):
         texts(config_of(file, chat_kwargs='{"tools": []}'), SHOWN)
     row = Row("row 1", MESSAGES, "", "", {}, {"tools": TOOLS})
     tokenizer = tokenizer_of(SHOWN)
-    _, wrong = tokenize(CONFIG, {0: row}, tokenizer, render=Turns(tokenizer).render)
-    assert "the environment" in str(wrong[0])
+    with pytest.raises(UserError, match="the environment"):
+        tokenize(CONFIG, [row], tokenizer, render=Turns(tokenizer).render)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 renders what it can read")

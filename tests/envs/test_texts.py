@@ -501,8 +501,7 @@ def test_what_data_files_say(count: int, tmp_path: Path):
             row = error
         assert isinstance(row, Row) == holds, row
         if isinstance(row, Row):
-            prompts, wrong = tokenize(config, {0: row}, tokenizer)
-            assert not wrong
+            prompts = tokenize(config, [row], tokenizer)
             assert row.prompt in tokenizer.decode(prompts[0].tokens)
             assert row.ground_truth == whole["answer"]
         else:
