@@ -39,10 +39,8 @@ class FakeEngine:
     events: list[str] = field(default_factory=list)
     loaded: bool = True
 
-    def begin(self, sampling, seed):
+    def submit(self, asks, sampling, seed):
         self.sampling, self.seed, self.polled = sampling, seed, 0
-
-    def submit(self, asks):
         self.waiting = list(asks)
         self.calls.append(({ask.row: [*ask.ids] for ask in asks}, self.sampling, self.seed))
 

@@ -248,11 +248,9 @@ class Drawing:
         self.asks: list[Ask] = []
         self.asked: list[Ask] = []
 
-    def begin(self, sampling: RolloutConfig, seed: int) -> None: ...
-
     def abort(self) -> None: ...
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
         self.asks += asks
         self.asked += asks
 

@@ -169,23 +169,20 @@ class RolloutEngine(ABC):
         """Copies the policy's weights and persistent buffers: full (unsharded) tensors by Hugging
         Face name, cast to the engine's dtype. Tied weights may come under any or all of their
         names. After an error (such as a ValueError of `check_weights`) load everything again."""
-        self._check_idle("load_weights")
+        if self.open:
+            raise RuntimeError(f"load_weights while {self.open} rows are open: abort first")
         self.loaded = False
         self._load(weights)
         self.loaded = True
 
-    def begin(self, sampling: RolloutConfig, seed: int) -> None:
-        """Prepares to sample. Raises RuntimeError if requests are open or no weights are loaded."""
-        self._check_idle("begin")
+    def submit(self, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
+        """Starts to sample for more rows. Returns at once. All open rows have the same `sampling`
+        and `seed`. Raises RuntimeError if no weights are loaded."""
         if not self.loaded:
-            raise RuntimeError("begin before a complete load_weights")
-        self._begin(sampling, seed)
-
-    def submit(self, asks: Sequence[Ask]) -> None:
-        """Starts to sample for more rows. Returns at once."""
+            raise RuntimeError("submit before a complete load_weights")
         self.open += len(asks)
         if asks:
-            self._submit(asks)
+            self._submit(asks, sampling, seed)
 
     def poll(self) -> list[Piece]:
         """The requests that ended since the last call. Waits for one no longer than `TICK`. Raises
@@ -212,17 +209,10 @@ class RolloutEngine(ABC):
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
 
     @abstractmethod
-    def _begin(self, sampling: RolloutConfig, seed: int) -> None: ...
-
-    @abstractmethod
-    def _submit(self, asks: Sequence[Ask]) -> None: ...
+    def _submit(self, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None: ...
 
     @abstractmethod
     def _poll(self) -> list[Piece]: ...
 
     @abstractmethod
     def _abort(self) -> None: ...
-
-    def _check_idle(self, call: str) -> None:
-        if self.open:
-            raise RuntimeError(f"{call} while {self.open} rows are open: poll them or abort first")

@@ -105,7 +105,8 @@ class Sampler:
         just ended, and every few milliseconds an empty list, so that the caller can do other work.
         Closing or dropping the iterator stops the engine's work."""
         rank, size = (group.set_rank, group.set_size) if group else (0, 1)
-        with closing(_Decoding(self, engine, step, seed).run(slots[rank::size], sampling)) as lists:
+        decoding = _Decoding(self, engine, step, sampling, seed)
+        with closing(decoding.run(slots[rank::size])) as lists:
             for stopped in _of_set(lists, group) if group and size > 1 else lists:
                 yield [row for row in stopped if self._keep(row)]
 
@@ -247,19 +248,17 @@ class _Decoding:
     sampler: Sampler
     engine: RolloutEngine
     step: int
+    sampling: RolloutConfig
     seed: int
     budgets: dict[int, int] = field(default_factory=dict)
     drawing: dict[int, Episode] = field(default_factory=dict)
     waiting: dict[int, Episode] = field(default_factory=dict)
 
-    def run(
-        self, slots: Sequence[int], sampling: RolloutConfig
-    ) -> Generator[list[Episode], None, None]:
+    def run(self, slots: Sequence[int]) -> Generator[list[Episode], None, None]:
         """The rows of these slots as they stop: ended, or open since their slot has decoded the
         window's tokens."""
         sampler = self.sampler
         self.budgets = dict.fromkeys(slots, sampler.window or sys.maxsize)
-        self.engine.begin(sampling, self.seed)
         try:
             first = [sampler.row(self.step, slot) for slot in slots]
             first.sort(key=lambda row: len(row.prompt) + row.tokens)
@@ -278,7 +277,8 @@ class _Decoding:
 
     def _start(self, rows: Sequence[Episode]) -> None:
         """Asks for tokens of the rows that need not hear from their environments first."""
-        self.engine.submit([self._ask(row) for row in rows if not self._waits(row)])
+        asks = [self._ask(row) for row in rows if not self._waits(row)]
+        self.engine.submit(asks, self.sampling, self.seed)
 
     def _waits(self, row: Episode) -> bool:
         """Has the row's environment hear the row. Returns whether the row waits for a reply."""
@@ -325,7 +325,7 @@ class _Decoding:
         if row.end:
             yield self._stop(row)
         else:
-            self.engine.submit([self._ask(row)])
+            self.engine.submit([self._ask(row)], self.sampling, self.seed)
 
     def _answered(self, row: Episode, reply: Reply) -> Episode:
         """The row with the answer to its last turn. What ends it, in this order: the environment,

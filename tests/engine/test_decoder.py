@@ -1,5 +1,4 @@
-"""The decoder of the embedded engine against a model that computes every row again at each
-token."""
+"""The embedded engine's batches against a model that computes every row again at each token."""
 
 import random
 from typing import Any
@@ -10,8 +9,9 @@ from test_families import PLAIN, configured
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from splitppo.engine import Ask, find_stops
-from splitppo.engine.decoder import Decoder
+from splitppo.config import RolloutConfig
+from splitppo.engine import Ask
+from splitppo.engine.hf import HFEngine
 
 CPU = torch.device("cpu")
 # keys by column, sliding windows, places from the mask, layers that are recomputed
@@ -21,7 +21,16 @@ KINDS = [
 ]
 
 
-def likeliest(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+class Ids:
+    """A tokenizer that has all ids."""
+
+    pad_token_id, eos_token_id, chat_template = 0, None, None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"last": 2**20}
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
     return tokens, logprobs
 
@@ -66,13 +75,13 @@ def test_rows_that_enter_and_leave_are_as_if_each_was_alone(
 ) -> None:
     kind, settings, _ = PLAIN[name]
     model = random_model(configured(kind, settings))
-    decoder = Decoder(model, device=CPU, pad=0, eos=set(), max_rows=4)
-    monkeypatch.setattr("splitppo.engine.decoder.ROOM", 4)
-    decoder.begin(likeliest, find_stops(None, ()))
-    decoder.submit(some_asks())
+    engine = HFEngine(model.config, Ids(), device=CPU, dtype=torch.float32, max_rows=4)
+    engine.load_weights(model.state_dict().items())
+    monkeypatch.setattr("splitppo.engine.hf.ROOM", 4)
+    engine.submit(some_asks(), RolloutConfig(temperature=0), 0)
     pieces = {}
-    while decoder.busy:
-        pieces |= {piece.row: piece for piece in decoder.poll()}
+    while engine.open:
+        pieces |= {piece.row: piece for piece in engine.poll()}
     for ask in some_asks():
         piece, ids = pieces[ask.row], list(ask.ids)
         for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):

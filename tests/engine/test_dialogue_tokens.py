@@ -37,9 +37,9 @@ class Recorded:
     said: dict[int, list[tuple[int, int, float]]] = field(default_factory=dict)
     ends: set[str] = field(default_factory=set)
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask], *more: Any) -> None:
         self.begun |= {ask.row: len(ask.ids) for ask in asks}
-        self.engine.submit(asks)
+        self.engine.submit(asks, *more)
 
     def poll(self) -> list[Piece]:
         pieces = self.engine.poll()

@@ -18,8 +18,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import ApertusConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from splitppo.config import Config, EngineConfig, RolloutConfig
-from splitppo.engine import Ask, RolloutEngine, decoder
-from splitppo.engine.hf import HFEngine, draw, eos_ids, uniforms
+from splitppo.engine import Ask, RolloutEngine, hf
+from splitppo.engine.draw import draw, uniforms
+from splitppo.engine.hf import HFEngine, eos_ids
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
 from splitppo.engine.vllm.process import Process, visible_device
@@ -134,12 +135,7 @@ class Together:
 
     def __init__(self, engines: list[VLLMEngine]):
         self.engines, first = engines, engines[0]
-        self.begin, self.submit, self.poll, self.abort = (
-            first.begin,
-            first.submit,
-            first.poll,
-            first.abort,
-        )
+        self.submit, self.poll, self.abort = first.submit, first.poll, first.abort
 
     @property
     def loaded(self) -> bool:
@@ -273,11 +269,9 @@ def stream(
 ) -> Generator[list[Drawn], None, None]:
     """The rows as they end; empty lists in between."""
     prompts, most = {request.row: request.prompt for request in requests}, sampling.max_new_tokens
-    engine.begin(sampling, seed)
+    asks = [Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests]
     try:
-        engine.submit(
-            [Ask(r.row, r.prompt, 0, r.length or most, r.length is None) for r in requests]
-        )
+        engine.submit(asks, sampling, seed)
         while engine.open:
             yield [
                 Drawn(p.row, prompts[p.row], [*p.tokens], [*p.logprobs], p.end)
@@ -621,9 +615,8 @@ def test_rows_that_are_dropped_leave_nothing_behind(case: Case, leave: str) -> N
     )
     next(rows)
     assert engine.open == len(requests)
-    for call in (lambda: engine.load_weights([]), lambda: engine.begin(RolloutConfig(), 0)):
-        with pytest.raises(RuntimeError, match=f"{len(requests)} rows are open"):
-            call()
+    with pytest.raises(RuntimeError, match=f"{len(requests)} rows are open"):
+        engine.load_weights([])
     if leave == "abort":
         rows.close()
     else:
@@ -640,13 +633,12 @@ def test_rows_enter_while_others_are_open(case: Case) -> None:
     requests, found = some_requests(), {}
     due = responses(run(case.engine, requests, max_new_tokens=30))
     asks = [Ask(r.row, r.prompt, 0, 30) for r in requests]
-    case.engine.begin(RolloutConfig(), 7)
-    case.engine.submit(asks[:8])
+    case.engine.submit(asks[:8], RolloutConfig(), 7)
     left = asks[8:]
     while case.engine.open:
         for piece in case.engine.poll():
             found[piece.row] = list(piece.tokens)
-            case.engine.submit(left[:1])
+            case.engine.submit(left[:1], RolloutConfig(), 7)
             left = left[1:]
     assert found == due
 
@@ -684,7 +676,7 @@ def test_prompts_of_like_length_enter_together(
     hf_case: Case, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest first, and no more in a pass than fit it, or one row."""
-    monkeypatch.setattr(decoder, "PREFILL", 16)
+    monkeypatch.setattr(hf, "PREFILL", 16)
     requests = [Request(row, [FIRST] * length) for row, length in enumerate([20, 2, 8, 3, 5, 8])]
     run(hf_case.engine, requests, max_new_tokens=1)
     assert shapes == [(1, 20), (2, 8), (3, 5)]

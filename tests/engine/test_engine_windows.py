@@ -91,9 +91,9 @@ def test_the_embedded_engine_fills_its_places_while_a_long_row_goes_on(
     hf_case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slot has a row of the whole window, three have rows of five tokens."""
-    decoder, steps = hf_case.engine.decoder, []
-    decode_once = decoder._decode
-    monkeypatch.setattr(decoder, "_decode", lambda: [steps.append(1), decode_once()][1])
+    engine, steps = hf_case.engine, []
+    decode_once = engine._decode
+    monkeypatch.setattr(engine, "_decode", lambda: [steps.append(1), decode_once()][1])
     sampler = Sampler(4, prompt, limit=40, window=30, lengths=[30, 5, 5, 5])
     lists = sampler.generate(hf_case.engine, 1, range(4), RolloutConfig(), 3)
     assert len([sample for samples in lists for sample in samples]) == 1 + 3 * 6

@@ -34,11 +34,9 @@ class Script:
         self.asks: list[Ask] = []
         self.asked: list[Ask] = []
 
-    def begin(self, sampling: RolloutConfig, seed: int) -> None: ...
-
     def abort(self) -> None: ...
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask], *_: Any) -> None:
         assert all(ask.tokens > 0 for ask in asks)
         self.asks += asks
         self.asked += asks

@@ -140,11 +140,9 @@ class Speaks:
         self.turns = [[*row] for row in turns]
         self.asks: list[Ask] = []
 
-    def begin(self, *_: Any) -> None: ...
-
     def abort(self) -> None: ...
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask], *_: Any) -> None:
         self.asks += asks
 
     def poll(self) -> list[Piece]:

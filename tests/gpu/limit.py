@@ -202,7 +202,7 @@ def run_job(case: Case, folder: Path, device: str, cap: float) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / total))
         init(self, given, *args)
 
-    def submit(self: Any, asks: Any) -> None:
+    def submit(self: Any, asks: Any, *_: Any) -> None:
         level = -torch.log(torch.tensor(float(self.vocabulary))).item()
         for ask in asks:
             ids = torch.randint(2, self.vocabulary, (ask.tokens,), generator=draw).tolist()

@@ -67,11 +67,9 @@ class SimulatedEngine:
         self.rows: list[list[Any]] = []
         self.tokens = 0
 
-    def begin(self, sampling: RolloutConfig, seed: int) -> None: ...
-
     def abort(self) -> None: ...
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
         for ask in asks:
             turns = self.turns(ask.row)
             ends = [sum(turns)] if self.whole else accumulate(turns)

@@ -111,7 +111,7 @@ def test_what_ends_a_turn_ends_responses(template: Any, named: str, added: str |
     engine = HFEngine(
         config, tokenizer, device=torch.device("cpu"), dtype=torch.float32, max_rows=1
     )
-    assert engine.decoder.eos == set(ends)
+    assert engine.eos == set(ends)
 
 
 @pytest.mark.parametrize(

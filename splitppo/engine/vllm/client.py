@@ -154,15 +154,11 @@ class VLLMEngine(RolloutEngine):
             )
         self._wake("weights", "kv_cache")
 
-    def _begin(self, sampling: RolloutConfig, seed: int) -> None:
+    def _submit(self, asks: Sequence[Ask], sampling: RolloutConfig, seed: int) -> None:
         self._wake("weights", "kv_cache")
-        self._sampling = sampling
-        self._seed = seed
-        self._heard = time.monotonic()  # when the engine last said something
-
-    def _submit(self, asks: Sequence[Ask]) -> None:
+        self._heard = time.monotonic()  # when rows were last asked for, or came
         # if it fails, so does the next wait
-        self._sender.submit(self._conn.send, ("submit", asks, self._sampling, self._seed))
+        self._sender.submit(self._conn.send, ("submit", asks, sampling, seed))
 
     def _poll(self) -> list[Piece]:
         if not self._conn.poll(TICK):
