@@ -108,10 +108,6 @@ class EngineConfig:
     until the trainer is known to fit beside vLLM."""
     eager: bool = False
     """Don't compile vLLM's model or capture CUDA graphs: starts faster, generates slower."""
-    steady: bool = True
-    """Outside vLLM's scheduler, take tokens of rows that only need their next token in a short
-    loop. Faster for small models with many rows; used with the vLLM versions that it was tested
-    with."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
 # settings that are for vLLM only, with their defaults
-FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False, "steady": True}
+FOR_VLLM = {"tensor_parallel": 1, "sleep": "auto", "eager": False}
 # types whose output layer vLLM does not tie to the embedding; and whose weights it reorders
 UNTIED = ("glm4_moe", "olmoe", "qwen3_next")
 REORDERED = ("bloom", "falcon", "gpt_oss")

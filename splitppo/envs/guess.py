@@ -3,8 +3,8 @@ gained.
 
 The seed draws one of `NUMBERS` numbers from 0. The policy guesses, and learns whether the number is
 higher or lower. A turn's reward is the share of the number's `log2(NUMBERS)` bits that it revealed,
-so a row's rewards sum to 1 when one number is left. A row's `extra_info` may set other `numbers`
-and `turns`. With ten numbers each is one token of the embedded model.
+so a row's rewards sum to 1 when one number is left. With ten numbers each is one token of the
+embedded model.
 """
 
 import math
@@ -23,14 +23,12 @@ class Guess:
     nothing."""
 
     def __init__(self, row: dict[str, Any], seed: int):
-        settings = row.get("extra_info") or {}
-        self.numbers = int(settings.get("numbers", NUMBERS))
-        self.turns = int(settings.get("turns", TURNS))  # that are left
-        self.number = random.Random(seed).randrange(self.numbers)
-        self.left = range(self.numbers)  # that it may be
+        self.turns = TURNS  # that are left
+        self.number = random.Random(seed).randrange(NUMBERS)
+        self.left = range(NUMBERS)  # that it may be
 
     def reset(self) -> list[Message]:
-        return [Message("user", f"A number from 0 to {self.numbers - 1}?\n")]
+        return [Message("user", f"A number from 0 to {NUMBERS - 1}?\n")]
 
     def step(self, message: Message) -> Turn:
         self.turns -= 1
@@ -50,7 +48,7 @@ class Guess:
             self.left = range(self.left.start, min(self.left.stop, guess))
         return Turn(
             [Message("user", f"{answer}\n")],
-            reward=math.log2(before / len(self.left)) / math.log2(self.numbers),
+            reward=math.log2(before / len(self.left)) / math.log2(NUMBERS),
             done=len(self.left) == 1 or self.turns == 0,
             metrics={"guessed": float(guess is not None), "found": float(len(self.left) == 1)},
         )

@@ -168,11 +168,7 @@ class Player:
                 one.said.append(self._spoken(one, before, said))
             before += [*said, *heard]
         if not one.broken:
-            started = time.monotonic()
             one.answer = self.pool.play(one.key, _columns(prompt), seed, one.said)
-            one.answer.add_done_callback(
-                lambda _: self._figures.append({"perf/env_s": time.monotonic() - started})
-            )
         return True
 
     def poll(self, rows: Mapping[int, Episode], timeout: float) -> list[Reply]:
@@ -198,8 +194,8 @@ class Player:
         self.pool.close()
 
     def take(self) -> tuple[dict[str, float], list[tuple[int, Failure]]]:
-        """Sums and failures since the last call. `turns` counts answered turns, `perf/env_s` is the
-        time that environments took, `perf/env_wait_s` the time in which the engine had no row."""
+        """Sums and failures since the last call. `turns` counts answered turns, `perf/env_wait_s`
+        is the time in which the engine had no row."""
         figures = self._figures
         failures = self.failures
         self._figures = []
@@ -233,7 +229,6 @@ class Player:
         return {
             "env/turns": turns,
             "env/failures": len(failed),
-            "perf/env_s": total.pop("perf/env_s", 0.0),
             "perf/env_wait_s": waited,
             **{name: part / turns for name, part in total.items()},
         }

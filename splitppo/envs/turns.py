@@ -10,7 +10,6 @@ tokens.
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -140,25 +139,20 @@ class Turns:
     def cut(
         self, messages: Sequence[Message], sampled: Sequence[int], limit: int
     ) -> Sequence[Message]:
-        """The messages with their longest texts cut, until `observation` has at most `limit` ids of
-        them, or nothing is left of the texts."""
-
-        def shortened(size: int) -> list[Message]:
-            return [
+        """The messages with their longest texts cut by an eighth at a time, until `observation` has
+        at most `limit` ids of them, or nothing is left of the texts."""
+        # more characters are cut even if their tokens would fit: megabytes take seconds
+        size = min(max((len(message.content) for message in messages), default=0), 16 * limit)
+        while True:
+            shortened = [
                 replace(message, content=message.content[:size] + CUT)
                 if len(message.content) > size
                 else message
                 for message in messages
             ]
-
-        def fits(size: int) -> bool:
-            return len(self.observation(shortened(size), sampled)) <= limit
-
-        # more characters are cut even if their tokens would fit: megabytes take seconds
-        size = min(max((len(message.content) for message in messages), default=0), 16 * limit)
-        if not fits(size):
-            size = max(bisect_right(range(size), False, key=lambda size: not fits(size)) - 1, 0)
-        return shortened(size)
+            if not size or len(self.observation(shortened, sampled)) <= limit:
+                return shortened
+            size = size * 7 // 8
 
     def spans(self, ids: Sequence[int], messages: Messages) -> tuple[Span, ...]:
         """Where these messages stand in the text of their ids; one message with all of it if the

@@ -4,7 +4,6 @@ may return.
 Reward workers import this module: no torch, no numpy.
 """
 
-import importlib
 import inspect
 import os
 import sys
@@ -101,8 +100,6 @@ def find_function(function: str, setting: str = "reward.function") -> RewardFunc
 def handler_of(names: Sequence[str]) -> Handler:
     """A reward worker's handler: (name, keyword arguments) -> the outcome of the function."""
     functions = {name: find_function(name) for name in names}
-    for name in NEEDS.keys() & names:
-        importlib.import_module(NEEDS[name][0])  # seconds that must not count for the first row
     return lambda name, row: (
         functions[name](**row),
         partial(read_result, text=row["solution_str"]),

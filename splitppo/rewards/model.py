@@ -76,14 +76,6 @@ class RewardText:
             and not step_token
         )
         self.chat = template is not None
-        own_form = (
-            "the text in its own chat template"
-            if self.chat
-            else "plain text, the response after the prompt"
-        )
-        passes = f"; each step in {'the same' if one_pass else 'its own'} pass" * bool(steps)
-        # the form in which the reward model gets rows, for the user
-        self.reads = ("the policy's token ids" if self.same else own_form) + passes
 
     def encode(self, prompt: Prompt, episode: Episode) -> Reading:
         """The row as the model reads it."""

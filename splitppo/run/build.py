@@ -304,8 +304,6 @@ class Builder:
             step_token=reward.step_token,
             one_pass=model.packed,
         )
-        if runner.group.is_first:
-            say(f"reward model: reads {text.reads}")
         return RewardModel(
             self._model("reward", runner), runner, text, offload=reward.model_offload
         )

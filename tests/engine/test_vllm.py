@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from splitppo import train
-from splitppo.config import Config, EngineConfig, RolloutConfig
+from splitppo.config import Config, RolloutConfig
 from splitppo.config.cli import parse
 from splitppo.engine import build as start
 from splitppo.engine import row_seed, weight_names
@@ -530,13 +530,7 @@ def test_an_engine_stays_awake_once_an_update_has_shown_that_all_fits(
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--engine.tensor-parallel=2"],
-        ["--engine.sleep=1"],
-        ["--engine.eager"],
-        ["--engine.no-steady"],
-    ],
+    "argv", [["--engine.tensor-parallel=2"], ["--engine.sleep=1"], ["--engine.eager"]]
 )
 def test_what_is_vllms_alone_is_refused_without(argv, installed) -> None:
     installed(None)
@@ -689,19 +683,16 @@ def assert_gone(procs: set[Proc], within: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "ours"),
+    ("version", "ours"),
     [
-        ("0.26.0", True, True),
-        ("0.26.1+cu130", True, True),
-        ("0.32.0+cpu", True, True),
-        ("0.32.0", False, False),
-        ("0.27.0", True, False),
-        ("0.33.0", True, False),
+        ("0.26.0", True),
+        ("0.26.1+cu130", True),
+        ("0.32.0+cpu", True),
+        ("0.27.0", False),
+        ("0.33.0", False),
     ],
 )
-def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(
-    version, asked, ours, monkeypatch
-) -> None:
+def test_steady_rows_are_ours_with_versions_known_to_work(version, ours, monkeypatch) -> None:
     made: list[Any] = []
     own = SimpleNamespace(
         steady=lambda scheduler, ends, rows: bool(made.append((scheduler, ends)) or True)
@@ -715,8 +706,7 @@ def test_steady_rows_are_ours_with_versions_known_to_work_and_if_asked_for(
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16)),
     )
     monkeypatch.setattr(vllm_host, "build_llm", lambda plan: llm)
-    config = Config(engine=EngineConfig(steady=asked))
-    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), config=config)
+    plan: Any = SimpleNamespace(vocabulary=100, eos=(3, 4), config=Config())
     _, told = vllm_host.start_llm(plan)
     assert made == ([("the scheduler", (3, 4))] if ours else [])
     assert limits == [("splitppo_limit", (100,))]

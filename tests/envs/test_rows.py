@@ -75,7 +75,9 @@ class Env:
         done = self.heard == self.info.get("turns")
         text = f"{message.content}{self.seed % 10}." * self.info.get("times", 1)
         cut = self.heard == self.info.get("cut")
-        numbers: dict[str, float] = dict.fromkeys(("heard", "turns", "failures", "perf/env_s"), 2.0)
+        numbers: dict[str, float] = dict.fromkeys(
+            ("heard", "turns", "failures", "perf/env_wait_s"), 2.0
+        )
         return Turn([Message("user", text)], 0.1 * len(message.content) + 0.1, done, cut, numbers)
 
     def close(self) -> None: ...
@@ -157,8 +159,8 @@ def test_a_row_holds_what_was_sampled_and_what_was_answered():
     sums, _ = sampler.player.take()
     assert sums["turns"] == 6
     # an environment's numbers and the player's may have one name
-    assert {sums[f"env/{name}/mean"] for name in ("heard", "turns", "perf/env_s")} == {12}
-    assert sums["perf/env_s"] < 12
+    assert {sums[f"env/{name}/mean"] for name in ("heard", "turns", "perf/env_wait_s")} == {12}
+    assert sums["perf/env_wait_s"] < 12
     begun = played(sampler_of({"turns": 1, "asks": 7}))
     assert {TOKENIZER.decode(row.prompt) for row in begun} == {"ask7:"}
 

@@ -1,5 +1,5 @@
 """How fast an engine's process decodes, alone: rollouts of so many rows, and the median decode step
-by rows left, each both as vLLM's scheduler has it and with `engine.steady`, and the ratio. With
+by rows left, each both as vLLM's scheduler has it and with our loop, and the ratio. With
 --profile, what the device is busy with in a step, over one more rollout of each size. With
 --window, instead, where the seconds of a step with windows go: each row goes on from a part of its
 response, as in a long run, and gets so many tokens.
@@ -130,7 +130,7 @@ def rollout(
 def compare(
     rows: Rows, plan: Plan, lengths: list[int], prompt: int, seed: int
 ) -> tuple[float, float]:
-    """Seconds of a rollout all scheduled by vLLM, and of the same one with `engine.steady`."""
+    """Seconds of a rollout all scheduled by vLLM, and of the same one with our loop."""
     scheduler, names = (
         rows.llm.engine_core.engine_core.scheduler,
         ("schedule", "update_from_output"),
@@ -282,8 +282,7 @@ def main() -> None:
         ]
         ratio = statistics.median(plain / steady for plain, steady in both)
         print(
-            f"{count} rows: {ratio:.2f} times as fast with engine.steady (the median of "
-            f"{len(both)})",
+            f"{count} rows: {ratio:.2f} times as fast with our loop (the median of {len(both)})",
             flush=True,
         )
         if options.profile:

@@ -171,7 +171,6 @@ def test_a_long_text_loses_its_beginning_and_that_is_counted(folders: dict[str, 
     assert whole(text, prompts[1], samples[1]) == (own("123123")["input_ids"], True)
     assert whole(text, prompts[0], samples[0]) == (own("12=12")["input_ids"], False)
     same = RewardText(tokenizer, tokenizer, longest=5)
-    assert same.reads == "the policy's token ids"
     assert whole(same, prompts[1], samples[1]) == (samples[1].ids[-5:].tolist(), True)
 
 
@@ -184,7 +183,6 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     )
     prompts, samples = some_rows(tokenizer)
     text = RewardText(own, tokenizer, longest=99)
-    assert text.reads == "the text in its own chat template"
     spoken = whole(text, prompts[0], samples[0])[0]
     assert own.decode(spoken).replace(" ", "") == "u!12=?a!12?"
     system = Prompt(
@@ -194,7 +192,6 @@ def test_a_chat_template_of_its_own_is_used(folders: dict[str, Path]) -> None:
     assert own.decode(spoken).replace(" ", "") == "s!hi?a!12?"
     own.chat_template = None
     plain = RewardText(own, tokenizer, longest=99)
-    assert plain.reads == "plain text, the response after the prompt"
     assert whole(plain, system, samples[0])[0] == own("hi\n12")["input_ids"]
 
 

@@ -332,8 +332,6 @@ def test_steps_of_the_policys_own_tokens() -> None:
     reading = text.encode(prompt, row)
     assert reading.texts == [(row.ids.tolist(), 4)]
     assert (reading.ends, reading.which) == ([2, 4, 5], [0, 0, 1])
-    marked = RewardText(tokenizer, tokenizer, longest=9, steps="+", step_token="a")
-    assert marked.reads == "plain text, the response after the prompt; each step in its own pass"
 
 
 @pytest.mark.parametrize(("marker", "last"), [("<s>", "<s>"), (None, "[SEP]")])

@@ -6,7 +6,6 @@ Weights go through two buckets, memory that the trainer fills and vLLM's workers
 GPU, a file on the CPU. This process never imports vLLM, which changes the settings of its process.
 """
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -222,10 +221,6 @@ class VLLMEngine(RolloutEngine):
         peak = max(torch.cuda.max_memory_allocated(self.device), self.peak)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        logging.getLogger(__name__).info(
-            "of %s GiB the engine holds %s, and the trainer's peak is %s",
-            *(f"{size / 2**30:.1f}" for size in (total, others, peak)),
-        )
         return others + peak <= USABLE * total
 
     def _send(self, *message: Any) -> None:

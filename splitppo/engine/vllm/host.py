@@ -139,7 +139,7 @@ def start_llm(plan: Plan) -> tuple[Rows, str]:
     rows = Rows(llm, plan.eos, tokenizer)
     installed = vllm_version() or ""
     scheduling = "vLLM's own scheduling, "
-    if plan.config.engine.steady and installed.startswith(TESTED):
+    if installed.startswith(TESTED):
         from splitppo.engine.vllm.scheduler import steady
 
         if steady(llm.engine_core.engine_core.scheduler, plan.eos, rows.open):
