@@ -363,10 +363,8 @@ class Slow:
     def __init__(self, ticks: int):
         self.ticks, self.asks, self.polled, self.closed = ticks, [], 0, False
 
-    def begin(self, sampling, seed):
+    def submit(self, asks, sampling, seed):
         self.seed = seed
-
-    def submit(self, asks):
         self.asks += asks
 
     def poll(self):
