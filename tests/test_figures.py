@@ -220,9 +220,8 @@ def test_metrics_are_token_means_however_the_loss_is_weighed(aggregate, loss):
     assert (figures["x"], figures["loss"]) == pytest.approx((7 / 4, loss))
 
 
-def test_imbalance_and_padding_by_hand(monkeypatch):
-    """Rows of 2 and 4 tokens on one rank, of 2 on the other: 6 is half more than the mean of 4; 8 +
-    2 are run for 8."""
+def test_the_work_of_an_update_by_hand(monkeypatch):
+    """Rows of 2 and 4 tokens on one rank, of 2 on the other: the mean is 4."""
 
     def shares(group: Group) -> dict[str, float]:
         rollout = Rollout(
@@ -240,5 +239,5 @@ def test_imbalance_and_padding_by_hand(monkeypatch):
 
     monkeypatch.setattr(Runner, "balance", lambda _, model, *rows: rows)  # they stay
     # 4 tokens, 3 epochs, 2 weights
-    due = {"padding": 0.2, "imbalance": 0.5, "update_tflop": 6e-12 * 4 * 3 * 2}
+    due = {"update_tflop": 6e-12 * 4 * 3 * 2}
     assert run_threads(2, shares) == [pytest.approx(due)] * 2

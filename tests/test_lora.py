@@ -433,6 +433,24 @@ def test_a_checkpoint_is_small_and_peft_loads_it(finished, tmp_path, capsys):
         )
 
 
+@pytest.mark.parametrize(
+    ("base", "public"),
+    [
+        (f"acme/tiny@{'0123456789' * 4}", ["acme/tiny", "0123456789" * 4]),
+        ("/home/alice/models/mine/", ["mine", None]),
+        ("../alice/mine", ["mine", None]),
+        ("alice/mine@v1", ["mine@v1", None]),
+    ],
+)
+def test_an_adapters_settings_name_no_folder_of_the_machine(base, public, tmp_path):
+    adapter = lora.Adapter("policy", LoraConfig(rank=2), base)
+    model = build(tiny.model_config(), "policy")
+    adapter.add(model)
+    adapter.write(tmp_path, model, {})
+    settings = json.loads((tmp_path / lora.SETTINGS).read_text())
+    assert [settings["base_model_name_or_path"], settings["revision"]] == public
+
+
 @torch.no_grad()
 def of_row(model: Any, row: Episode, kind: str) -> torch.Tensor:
     """Log-probs or values of a row's response, by a model of transformers."""

@@ -349,14 +349,7 @@ def test_what_policy_and_generator_tell_and_hand_on():
 
 
 def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_step():
-    one = {
-        "loss": 2.0,
-        "mine": 4.0,
-        "grad_norm": 1.0,
-        "skipped": 1.0,
-        "padding": 0.5,
-        "imbalance": 0.25,
-    }
+    one = {"loss": 2.0, "mine": 4.0, "grad_norm": 1.0, "skipped": 1.0}
     one["update_tflop"] = 3.0
     got = learning_metrics("critic", "vf_loss", [one, one | {"loss": 4.0}], ["mine"])
     assert got.pop("optimizer_steps") == [
@@ -369,7 +362,7 @@ def test_figures_of_how_work_was_cut_are_of_perf_and_none_is_missing_without_a_s
         "critic/grad_norm": 1.0,
         "critic/skipped": 2.0,
     }
-    assert got == due | {"perf/padding": 0.5, "perf/imbalance": 0.25, "perf/update_tflop": 3.0}
+    assert got == due | {"perf/update_tflop": 3.0}
     nothing = learning_metrics("critic", "vf_loss", [], ["mine"])
     assert nothing == dict.fromkeys(got, 0.0) | {"optimizer_steps": []}
 

@@ -40,11 +40,6 @@ class MicroBatch:
     sequence: SequenceSet | None = None
     here: Tensor | None = None  # which of `chosen` are in this rank's piece, if there are pieces
 
-    @property
-    def tokens(self) -> int:
-        """Ids of the batch on all ranks of the set, padding counted."""
-        return self.inputs["input_ids"].numel() * (self.sequence.size if self.sequence else 1)
-
     def join(self, piece: Tensor) -> Tensor:
         """What is computed of this rank's response tokens, as `before`, to `[N, ...]` of all."""
         if self.sequence is None:

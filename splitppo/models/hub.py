@@ -93,14 +93,6 @@ def find(
     return str(replace(name, revision=commit)), path
 
 
-def public_name(name: str) -> str:
-    """The name of a model or a data file without the folders of this machine: one of the hub as a
-    run records it, with its commit; the last part of a path."""
-    match = MODEL.fullmatch(name)
-    on_hub = name.startswith("hf://") or (match and re.fullmatch(COMMIT, match[2] or ""))
-    return name if on_hub else os.path.basename(os.path.abspath(name))
-
-
 def _explain(name: HubName, error: BaseException, *, offline: bool) -> UserError:
     """What huggingface_hub's error means for the user; `offline`: only the cache was searched."""
     if isinstance(error.__cause__, errors.HTTPError) and not isinstance(error, errors.HTTPError):

@@ -20,8 +20,8 @@ from splitppo.models.trainable import Trainable
 from splitppo.placement import Role, StepPlan
 from splitppo.rollout import Rollout
 
-# figures of how the work was cut; they depend on the placement
-WORK = ("padding", "imbalance", "update_tflop")
+# figures of the work; they depend on the placement
+WORK = ("update_tflop",)
 # full weights gathered in one message, at least: with a message per tensor, latency dominates
 GATHER_BYTES = 2**27
 WHOLE = Trainable("policy")
@@ -142,9 +142,7 @@ class Learner:
         Returns:
             For each optimizer step, over the whole mini-batch: `loss`, `grad_norm` before clipping,
             `skipped` (1 if the gradient was not finite), the objective's metrics. For the whole
-            update: `padding`, the fraction of tokens that are padding; `imbalance`, the largest
-            rank's tokens relative to the mean, less 1; `update_tflop`, a rank's model FLOPs in
-            10^12 (`Cost.flops`).
+            update: `update_tflop`, a rank's model FLOPs in 10^12 (`Cost.flops`).
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate(step)
@@ -155,8 +153,6 @@ class Learner:
         # behind those of the rows what none of them is
         pieces = {name: packed.split([*lengths, 0]) for name, packed in fields.items()}
         plans, totals = self._plan(rollout, mini_batches)
-        tokens = [sum(rollout.totals[i] for micro in plan for i in micro) for plan in plans]
-        busiest = sum(self.runner.group.all_max(tokens))
         sums = []
         norms = []
         self.shards.fetch()
@@ -170,19 +166,14 @@ class Learner:
         self.release_memory(changed=True)
         if not sums:
             return []
-        work = [[metrics.pop(name) for metrics in sums] for name in ("tokens", "run")]
-        totals = torch.tensor(work, dtype=torch.float64).sum(1)
-        trained, run = self.runner.group.all_sum(totals).tolist()
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
         rows = self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
         steps = [dict(zip(sums[0], row, strict=True)) for row in rows]
-        mean = trained / epochs / self.runner.group.dp_size
+        tokens = sum(step.pop("tokens") for step in steps) / self.runner.group.dp_size
         sequence = sequence_of(self.model)
         work_metrics = {
-            "padding": 1 - trained / run,
-            "imbalance": busiest / mean - 1,
-            "update_tflop": 1e-12 * self.flops * mean / (sequence.size if sequence else 1) * epochs,
+            "update_tflop": 1e-12 * self.flops * tokens / (sequence.size if sequence else 1)
         } | load.figures(self.runner.group)
         return [
             step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work_metrics
@@ -278,9 +269,7 @@ class Learner:
             fraction = batch.lengths.sum() / total[1]
             parts: dict[str, Any] = {name: value * fraction for name, value in metrics.items()}
             parts["loss"] = loss.detach()
-            # of a rank without rows, a dummy batch counts as none
             parts["tokens"] = sum(rollout.totals[i] for i in rows)
-            parts["run"] = batch.tokens if rows else 0
             sums = {name: sums.get(name, 0.0) + part for name, part in parts.items()}
         return sums
 

@@ -26,7 +26,6 @@ from splitppo.errors import UserError, need
 from splitppo.models.build import build, matching
 from splitppo.models.cost import Cost
 from splitppo.models.experts import experts_of
-from splitppo.models.hub import public_name
 from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
 from splitppo.models.sharding import bounds, described, gather_full, local
 from splitppo.models.stored import Stored, open_tensors
@@ -241,7 +240,8 @@ class Adapter(Trainable):
         import peft
 
         layers = self.layers(model)
-        base, _, revision = public_name(self.base).partition("@")
+        # nothing of this machine: the name on the hub, or the folder's last part
+        pinned = re.fullmatch(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})", self.base)
         settings = peft.LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.alpha,
@@ -249,8 +249,8 @@ class Adapter(Trainable):
             if self.settings.targets
             else sorted({layer.rpartition(".")[2] for layer in layers}),
             modules_to_save=["score"] if self.kind == "value" else None,
-            base_model_name_or_path=base,
-            revision=revision or None,
+            base_model_name_or_path=pinned[1] if pinned else Path(self.base).absolute().name,
+            revision=pinned[2] if pinned else None,
             inference_mode=True,
         )
         folder.mkdir(parents=True, exist_ok=True)

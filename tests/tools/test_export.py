@@ -9,10 +9,7 @@ from test_families import PLAIN, configured, written
 
 from splitppo import train
 from splitppo.errors import UserError
-from splitppo.models.hub import public_name
 from splitppo.tools.export import export
-
-COMMIT = "0123456789" * 4
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +47,3 @@ def test_buffers_which_no_checkpoint_holds_are_the_folders(tmp_path: Path) -> No
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.endswith((".beta", ".eps"))}
-
-
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
-        (f"acme/tiny@{COMMIT}", f"acme/tiny@{COMMIT}"),
-        (f"hf://datasets/acme/qa@{COMMIT}/a.jsonl", f"hf://datasets/acme/qa@{COMMIT}/a.jsonl"),
-        ("tiny", "tiny"),
-        ("/home/alice/models/mine/", "mine"),
-        ("../alice/mine", "mine"),
-        ("alice/mine", "mine"),
-        ("alice/mine@v1", "mine@v1"),
-    ],
-)
-def test_a_public_name_has_no_folder(name: str, public: str) -> None:
-    assert public_name(name) == public
