@@ -74,7 +74,7 @@ class Runtime:
         prefix = f"splitppo/restart_{restart}"
         self.job = stores[0]
         self.store, self.wire_store, control = (dist.PrefixStore(prefix, store) for store in stores)
-        self.status = Status(control, stores[2], launch.rank, peers, placement, timeout)
+        self.status = Status(control, launch.rank, peers, placement, timeout)
         self.store.set_timeout(timedelta(seconds=timeout))
         # rank 0: keys that all ranks will have read when they gather again
         self._check_nodes(peers, facts or {})

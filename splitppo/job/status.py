@@ -15,14 +15,13 @@ from splitppo.placement import Placement
 
 
 class Status:
-    """What each rank is doing, whether it lives, and whether the run is to stop. `store`, `job`:
-    the parts of the store for this start and for the whole job, on a connection where nobody waits.
+    """What each rank is doing, whether it lives, and whether the run is to stop. `store`: the part
+    of the store for this start, on a connection where nobody waits.
     `timeout`: the longest wait for rank 0's answer, in seconds. `pids`: of this machine's ranks."""
 
     def __init__(
         self,
         store: dist.Store,
-        job: dist.Store,
         rank: int,
         peers: Sequence[Peer],
         placement: Placement,
@@ -30,7 +29,6 @@ class Status:
     ):
         self.timeout = timeout
         self.store = store
-        self.job = job
         self.rank = rank
         self.peers = peers
         self.placement = placement
@@ -145,12 +143,3 @@ class Status:
             if self.store.check(["stop/step"]) and int(self.store.get("stop/step")) <= step
             else None
         )
-
-    def mark_stopped(self) -> None:
-        """The run has ended early, after a whole step: restarted ranks are not to go on."""
-        self.job.set("splitppo/stopped", "1")
-
-    def stopped_before_restart(self) -> bool:
-        """Whether the run was stopped before torchrun restarted the ranks: it takes a stop for a
-        failure."""
-        return self.job.check(["splitppo/stopped"])

@@ -43,6 +43,8 @@ from splitppo.run.saver import Saver, load
 from splitppo.run.trackers import Trackers
 
 GOAL = "log.stop_at"  # requests a stop when the score of held-out rows has come to it
+# key of the job's store: the run has ended early, after a whole step
+STOPPED = "splitppo/stopped"
 BAD_STEPS = 3  # the run ends after this many steps in a row without a finite gradient
 
 
@@ -251,7 +253,7 @@ class Run:
         for step in range(self.start + 1, self.config.steps + 1):
             yield step
             if stop := self.runtime.status.stopped_by(step):
-                self.runtime.status.mark_stopped()
+                self.runtime.job.set(STOPPED, "1")
                 self.stopped = stop if step < self.config.steps and stop != GOAL else None
                 if stop == GOAL and self.runtime.launch.rank == 0:
                     goal = self.config.log.stop_at

@@ -29,7 +29,7 @@ from splitppo.placement import holders, place, set_shapes
 from splitppo.rewards.scorer import check_prompts
 from splitppo.run import checkpoint, checks, folder, memory, screen, sources
 from splitppo.run.build import build_sampler
-from splitppo.run.life import Run, check_open_rows
+from splitppo.run.life import STOPPED, Run, check_open_rows
 from splitppo.run.models import check_prompt_tokens, check_sizes
 from splitppo.run.resolve import Resolved, pick_device, resolve
 
@@ -102,7 +102,8 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         facts=folder.facts_of(config),
     )
     signals = StopSignals(runtime)
-    if runtime.status.stopped_before_restart():
+    # before torchrun, which takes a stop for a failure, restarted the ranks
+    if runtime.job.check([STOPPED]):
         say("stopped: a stop was requested before this restart")
         return RESUMABLE
     resolved = replace(resolved, user_settings=given_settings(argv))

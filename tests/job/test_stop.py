@@ -23,7 +23,7 @@ from splitppo.job.nodes import Peer
 from splitppo.job.status import Status
 from splitppo.job.wire import WireError
 from splitppo.placement import place
-from splitppo.run.life import Run
+from splitppo.run.life import STOPPED, Run
 
 DELAY = 0.3  # seconds by which rank 0 is late
 
@@ -32,18 +32,19 @@ def statuses(timeout: float = 20.0) -> list[Status]:
     """Of an actor rank and a critic rank on one store."""
     store, peers = dist.HashStore(), [Peer.of_this_process(torch.device("cpu"))] * 2
     placement = place(PlacementConfig(actor=1), world=2, local_world=2)
-    return [Status(store, store, rank, peers, placement, timeout) for rank in range(2)]
+    return [Status(store, rank, peers, placement, timeout) for rank in range(2)]
 
 
 def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
     """Steps without rows: nothing but the answer makes the critic rank wait for the actor rank, or
     the other way."""
     both, saved, asked = statuses(), {"actor": [], "critic": []}, threading.Event()
+    job = dist.HashStore()
 
     def play(role: Any, status: Status) -> None:
         run: Any = object.__new__(Run)
         run.config, run.start, run.stopped = parse(["--steps=5"]), 1, None
-        run.runtime = SimpleNamespace(status=status)
+        run.runtime = SimpleNamespace(status=status, job=job)
         run.savers = {role: SimpleNamespace(begin=lambda step, _: saved[role].append(step))}
         for step in run.steps():
             if role == "actor":
@@ -63,7 +64,7 @@ def test_no_rank_ends_a_step_before_rank_0_has_said_whether_it_is_the_last():
         thread.join(20)
     due = [3, "SIGTERM to rank 1"]
     assert saved == {"actor": due, "critic": due}
-    assert both[0].stopped_before_restart()
+    assert job.check([STOPPED])
 
 
 def test_the_validation_that_comes_to_the_goal_is_of_the_last_step_on_every_rank():
@@ -74,7 +75,9 @@ def test_the_validation_that_comes_to_the_goal_is_of_the_last_step_on_every_rank
         run: Any = object.__new__(Run)
         run.config = parse(["--steps=9", "--log.validate-every=2", "--log.stop-at=0.5"])
         run.start, run.stopped = 0, None
-        run.runtime = SimpleNamespace(status=status, launch=SimpleNamespace(rank=status.rank))
+        run.runtime = SimpleNamespace(
+            status=status, job=dist.HashStore(), launch=SimpleNamespace(rank=status.rank)
+        )
         run.savers = {role: SimpleNamespace(begin=lambda step, _: saved[role].append(step))}
         for step in run.steps():
             if role == "actor":
@@ -97,7 +100,6 @@ def test_restarted_ranks_go_on_if_the_step_that_was_to_be_the_last_has_not_ended
     critic.request_stop("SIGTERM")
     actor.answer_stop(3)
     assert critic.stopped_by(3)
-    assert not actor.stopped_before_restart()
 
 
 @pytest.mark.parametrize(("ranks", "pause"), [(2, 0.01), (4096, 0.4096)])
