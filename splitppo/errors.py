@@ -14,7 +14,6 @@ from typing import Any
 
 OTHER = "; fix that, or name another path"
 FREE = "; free space on that disk, or choose another --run-dir"
-CLEAR = "\r\x1b[K"  # empties a terminal's line
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
 
 
@@ -36,12 +35,10 @@ class UserError(Exception):
 
 
 def say(*parts: str, error: bool = False) -> None:
-    """Prints a line of the parts that are not empty, an error to standard error; on a terminal in
-    the place of a progress bar, which another rank may have drawn there."""
+    """Prints a line of the parts that are not empty, an error to standard error."""
     stream = sys.stderr if error else sys.stdout
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
-    start = CLEAR if stream.isatty() else ""
-    print(f"{start}{'; '.join(filter(None, parts))}\n", end="", flush=True, file=stream)
+    print(f"{'; '.join(filter(None, parts))}\n", end="", flush=True, file=stream)
 
 
 def warn(message: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from splitppo.config import Config, cli, rules
-from splitppo.errors import CLEAR, UserError, one_line, say
+from splitppo.errors import UserError, one_line, say
 from splitppo.job.child import kill_with_parent
 from splitppo.rewards.functions import RewardFunction, name_function
 from splitppo.workers import IMPORTED
@@ -87,8 +87,6 @@ def launch(flags: Sequence[str], argv: Sequence[str]) -> int:
             torchrun.run(parser.parse_args(words))
             return 0
         except errors.ChildFailedError as error:
-            if sys.stdout.isatty():
-                print(CLEAR, end="", flush=True)  # a progress bar that a rank drew behind the cause
             rank, failure = error.get_first_failure()
             status = failure.exitcode
             if status in (2, RESUMABLE) or (status == 1 and Path(failure.error_file).exists()):

@@ -56,7 +56,7 @@ class ColumnLog:
         self.role = role
         self.phase = phase
         self.notices = notices
-        self.screen = Screen(role, start, steps) if first else None
+        self.screen = Screen(role, steps) if first else None
         self.path = run_dir / "metrics" / f"{role}.jsonl"
         self.step = start
         self.spans = []

@@ -120,11 +120,8 @@ class Resolved:
     def notes(self) -> list[str]:
         """What the user should know of the models' folders, a line each; of a folder that two
         models have, once."""
-        lines: dict[tuple[str, str], str] = {}
-        for name, model in self.models.items():
-            for note in model.notes:
-                lines.setdefault((model.path, note), f"{name} of {model.name}: {note}")
-        return [*lines.values()]
+        models = self.models.values()
+        return [*dict.fromkeys(f"{model.name}: {note}" for model in models for note in model.notes)]
 
     def inputs(self, *splits: PromptSet) -> dict[str, str]:
         """What identifies all that the run reads: its files (`inputs_of`), and the prompts of its

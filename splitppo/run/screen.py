@@ -2,7 +2,6 @@
 at its end."""
 
 import shlex
-import sys
 import textwrap
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from tqdm import tqdm
 
 from splitppo.config import Config
 from splitppo.data import PromptSet
@@ -107,11 +104,10 @@ def cut(text: str, columns: int) -> str:
 
 
 class Screen:
-    """A role's lines, on the first rank of its group; on a terminal the actor's has a progress bar
-    below them. Where steps are short, not every step has a line. `samples`: of the step that ends
-    next."""
+    """A role's lines, on the first rank of its group. Where steps are short, not every step has a
+    line. `samples`: of the step that ends next."""
 
-    def __init__(self, role: Role, start: int, steps: int):
+    def __init__(self, role: Role, steps: int):
         self.role: Role = role
         self.steps = steps
         self.times: deque[float] = deque(maxlen=10)  # of the last steps, in seconds
@@ -119,14 +115,6 @@ class Screen:
         self.lines = 0
         self.silent = False
         self.samples: Sequence[Mapping[str, Any]] = ()
-        self.bar = tqdm(
-            total=steps,
-            initial=start,
-            unit="step",
-            file=sys.stdout,
-            dynamic_ncols=True,
-            disable=(role != "actor" or not sys.stdout.isatty()),
-        )
 
     def step(
         self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]
@@ -154,7 +142,6 @@ class Screen:
             self.lines += 1
         for line in extra:
             say(line)
-        self.bar.update(step - self.bar.n)
 
     def _line(
         self,

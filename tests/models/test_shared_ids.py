@@ -97,7 +97,7 @@ def test_another_tokenizer_is_refused_or_said(name: str, role: str, folders: Pat
     allowed, words = CASES[name]
     flag = f"--{role}.path={folders / name}"
     if allowed:
-        lines = [line for line in dry(folders, flag).splitlines() if line.startswith(f"{role} of")]
+        lines = [line for line in dry(folders, flag).splitlines() if "tokenizer" in line]
         said = " ".join(lines)
         assert ("tokenizer" in said) == bool(words)
     else:

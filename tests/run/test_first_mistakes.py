@@ -73,7 +73,7 @@ MISTAKES = {
         ["rows.jsonl", "held-out", "split"],
     ),
     "no such reward": (f"{TRAIN} --reward.function gsm9k", ["gsm9k", "gsm8k", ".py"]),
-    "no such function": (f"{TRAIN} --reward.function reward.py:scor", ["scor", "score"]),
+    "no such function": (f"{TRAIN} --reward.function reward.py:scor", ["scor"]),
     "a function with other arguments": (
         f"{TRAIN} --reward.function reward.py:two",
         ["two", "data_source", "define"],

@@ -13,7 +13,6 @@ import torch
 from splitppo import train
 from splitppo.config.cli import parse
 from splitppo.data import PromptSet
-from splitppo.errors import say
 from splitppo.placement import place
 from splitppo.rollout import Prompt
 from splitppo.run.resolve import resolve
@@ -26,7 +25,7 @@ def lines_of(
     role: Any, steps: int, *each: dict[str, Any], capsys: Any, took: float = 2.0, start: int = 0
 ) -> list[str]:
     """What the screen shows of some steps with these metrics."""
-    screen = Screen(role, start, steps)
+    screen = Screen(role, steps)
     for step, metrics in enumerate(each, start + 1):
         screen.step(
             step,
@@ -86,7 +85,7 @@ def test_a_number_in_six_columns(value: float | None, text: str) -> None:
 def test_waits_count_as_one_and_a_long_line_loses_its_longest_span(capsys) -> None:
     spans = {"wait_rollouts": 3.0, "wait_logprobs": 2.0, "update": 4.0}
     for steps, shown in ((100, True), (10**7, False)):
-        Screen("critic", 0, steps).step(1, 10.0, spans, {})
+        Screen("critic", steps).step(1, 10.0, spans, {})
         line = capsys.readouterr().out.rstrip("\n")
         assert line.endswith("  step 10.0 s" + " (wait 5.00 s)" * shown)
         assert len(line) <= WIDTH
@@ -101,12 +100,12 @@ def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(caps
     assert shown == [1, 8, 10, 18, 26, 34, 40]
     assert "SKIPPED 1 " in lines[2]
     assert lines[4] == "[actor]  step 10/40  held-out score 0.500"
-    Screen("actor", 0, 40).step(0, 1.0, {}, VALIDATION)
+    Screen("actor", 40).step(0, 1.0, {}, VALIDATION)
     assert capsys.readouterr().out.splitlines() == ["[actor]  step  0/40  held-out score 0.500"]
 
 
 def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
-    screen = Screen("critic", 0, 50)
+    screen = Screen("critic", 50)
     for step in range(1, 22):
         samples = [{"question": f"q{step}\nnext", "response": "\x1b[2J" + "7" * 500, "score": 0.25}]
         screen.samples = [*samples, {"question": "weit: \u6c34" * 90, "response": "", "score": 1}]
@@ -128,17 +127,10 @@ def test_a_text_is_cut_in_its_middle() -> None:
 def test_the_rest_of_the_time_is_taken_from_the_median_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    screen = Screen("critic", 0, 10)
+    screen = Screen("critic", 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
         screen.step(step, took, {}, {})
     assert "ETA  0:00:14" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_on_a_terminal_a_line_takes_the_place_of_the_progress_bar(monkeypatch, capsys) -> None:
-    say("plain")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    say("line")
-    assert capsys.readouterr().out == "plain\n\r\x1b[Kline\n"
 
 
 def shown(*flags: str, start: int = 0) -> dict[str, str]:
