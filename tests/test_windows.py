@@ -76,11 +76,13 @@ def check(
     like: Any = {"samples": samples, "warmup_steps": warmup, "replays": replays, **hyper}
     due = reference(inputs, seen, window=window, **like)
     compare(seen, due)
+    # the mixtures' weights are ten times as large: logits of 10 and more, in float32 steps of 1e-6
+    close = 2e-5 if replays else 1e-5
     for rows, step in zip(seen["rows"], due["steps"], strict=True):
         mine = [row for _, row in sorted(rows.items(), key=lambda item: (item[0] % BATCH, item[0]))]
         assert [row[:2] for row in mine] == [(row.prompt, row.response) for row in step.rows]
         for (_, _, logprobs, *_), row in zip(mine, step.rows, strict=True):
-            assert logprobs == pytest.approx(row.engine, rel=0, abs=2e-5)
+            assert logprobs == pytest.approx(row.engine, rel=0, abs=close)
     return seen
 
 

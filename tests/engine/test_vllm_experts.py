@@ -1,5 +1,6 @@
 """Mixtures of experts in vLLM: log-probs after the second sync are transformers' own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from test_engine import (
     OTHER_EOS,
     PADDED,
     VOCAB,
+    Drawn,
     Request,
     make_tokenizer,
     run,
@@ -103,11 +105,11 @@ def test_log_probs_are_the_librarys_after_the_second_sync(kind: str, tmp_path: P
 @pytest.mark.vllm
 @ENGINES
 def test_rows_that_vllm_preempts_keep_their_experts(tmp_path: Path) -> None:
-    """Two rows of 640 tokens, and room for 1,280 in blocks of 128, one of which vLLM keeps: a row
-    waits, and is computed again."""
+    """Two rows of 640 tokens in two windows, and room for 1,280 in blocks of 128, one of which vLLM
+    keeps: a row waits, and is computed again."""
     skip_without_vllm()
     model = make_model("qwen3_moe")
-    requests = [Request(row, [EOS + 2 + row], 640) for row in (1, 2)]
+    requests = [Request(row, [EOS + 2 + row], 320) for row in (1, 2)]
     a_token = 2 * 2 * 2 * 32 * 4  # bytes: keys and values, layers, heads, their width, float32
     check_rows(tmp_path, model, requests, kv_bytes=1280 * a_token)
 
@@ -120,7 +122,8 @@ def make_model(kind: str) -> Any:
 
 
 def check_rows(folder: Path, model: Any, requests: list[Request], **options: Any) -> None:
-    """Log-probs and experts of what vLLM draws after a second sync are transformers' own."""
+    """Log-probs and experts of what vLLM draws are transformers' own, of the weights of then:
+    after a second sync all rows go on."""
     config = cast(Any, model.config)
     engine = start_vllm(folder, config, make_tokenizer(), 2, routes=True, **options)
     pieces: dict[int, Any] = {}
@@ -132,22 +135,30 @@ def check_rows(folder: Path, model: Any, requests: list[Request], **options: Any
         return drawn
 
     engine.poll = noted
+    load = Load(model)
     try:
         for seed in (0, 1):
             randomize(model, seed)
             engine.load_weights(model.state_dict().items())
-        rows = run(engine, requests, max_new_tokens=640)
+            rows = run(engine, requests, max_new_tokens=320)
+            for row in rows.values():
+                check_row(model, load, row, pieces[row.row].experts)
+            requests = [
+                replace(request, prompt=rows[request.row].prompt + rows[request.row].response)
+                for request in requests
+            ]
     finally:
         engine.close()
-    load = Load(model)
-    for row in rows.values():
-        tokens = torch.tensor([row.prompt + row.response])
-        at = slice(len(row.prompt) - 1, -1)
-        with torch.no_grad():
-            logits = model(tokens, use_cache=False).logits[0, at, :VOCAB]
-        chosen = torch.stack([module.chosen[at] for module in load.experts])
-        packed = torch.frombuffer(bytearray(pieces[row.row].experts), dtype=torch.uint8)
-        told = load.packing.unpack(packed.view(len(row.response), -1))
-        assert torch.equal(told.sort().values, chosen.sort().values)
-        due = logits.log_softmax(-1).gather(-1, torch.tensor(row.response)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(row.logprobs), due, rtol=0, atol=CLOSE)
+
+
+def check_row(model: Any, load: Load, row: Drawn, experts: bytes) -> None:
+    tokens = torch.tensor([row.prompt + row.response])
+    at = slice(len(row.prompt) - 1, -1)
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0, at, :VOCAB]
+    chosen = torch.stack([module.chosen[at] for module in load.experts])
+    packed = torch.frombuffer(bytearray(experts), dtype=torch.uint8)
+    told = load.packing.unpack(packed.view(len(row.response), -1))
+    assert torch.equal(told.sort().values, chosen.sort().values)
+    due = logits.log_softmax(-1).gather(-1, torch.tensor(row.response)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(row.logprobs), due, rtol=0, atol=CLOSE)
