@@ -9,7 +9,7 @@ from splitppo.errors import UserError
 from splitppo.run.files import write_whole
 from splitppo.tools.page import build_comparison, build_page
 from splitppo.tools.runs import as_text, read_runs, results_table, settings_table
-from splitppo.tools.timeline import build_timeline, choose_step
+from splitppo.tools.timeline import build_timeline, timed_steps
 
 
 def newest_run() -> Path:
@@ -45,7 +45,9 @@ def report(
     else:
         path = folders[0] / "report.html"
         columns = read[0].columns
-        chosen = choose_step(*columns)
+        timed = timed_steps(*columns)
+        # the first steps warm up, and the last one may validate
+        chosen = timed[3 * len(timed) // 4] if timed else None
         overlap = "no spans recorded: no timeline"
         if chosen is not None:
             overlap = build_timeline(*columns, chosen).title

@@ -43,15 +43,6 @@ def timed_steps(actor: Column, critic: Column) -> list[int]:
     return sorted(n for n in actor.keys() & critic.keys() if actor[n].spans and critic[n].spans)
 
 
-def choose_step(actor: Column, critic: Column) -> int | None:
-    """The step to draw: one of median duration among the last half, since the first ones warm up;
-    None if none has spans."""
-    steps = timed_steps(actor, critic)
-    late = steps[len(steps) // 2 :]
-    late.sort(key=lambda number: actor[number].ends()[1] - actor[number].ends()[0])
-    return late[(len(late) - 1) // 2] if late else None
-
-
 def build_timeline(actor: Column, critic: Column, step: int) -> Timeline:
     """Lays out a step. The view has its spans beyond its end, up to as long again: the critic's
     update ends in the next step."""

@@ -21,7 +21,7 @@ from splitppo.tools.runs import (
     results_table,
     settings_table,
 )
-from splitppo.tools.timeline import build_timeline, choose_step, shared_work
+from splitppo.tools.timeline import build_timeline, shared_work
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,19 +89,6 @@ def test_overlap_counts_only_work_of_both():
     assert shared_work([("rollout", 0, 1)], [("score", 1, 2)]) == [], "touching is no overlap"
 
 
-def test_typical_step_is_the_median_of_the_last_half():
-    lengths = {1: 3.0, 2: 3.0, 3: 9.0, 4: 5.0, 5: 4.0, 6: 8.0}
-    actor = {n: Step({}, spans_of(n, length)[0]) for n, length in lengths.items()}
-    # behind by a step, as it is at work
-    critic = {n: Step({}, spans_of(n)[1]) for n in range(1, 6)}
-    assert choose_step(actor, critic) == 4  # of 3, 4, 5 with 9, 5, 4 seconds
-    actor |= {7: Step({}, spans_of(7, 4.5)[0])}
-    both = {n: Step({}, spans_of(n)[1]) for n in range(1, 8)}
-    assert choose_step(actor, both) == 7, "of 4, 5, 6, 7 with 5, 4, 8, 4.5 seconds the lower middle"
-    assert choose_step(actor, {}) is None, "a timeline has both columns"
-    assert choose_step({0: Step({}, [])}, {}) is None
-
-
 def test_overlap_of_a_step_takes_in_the_deferred_update():
     actor = {n: Step({}, spans_of(n)[0]) for n in (1, 2, 3)}
     critic = {n: Step({}, spans_of(n)[1]) for n in (1, 2, 3)}
@@ -124,7 +111,7 @@ def test_a_page_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert heads.split()[:2] == ["run", "steps"]
     assert results.split()[:2] == ["first", "8"]
     assert more == [
-        "Step 6: both groups worked at the same time for 3.00 s of 4.00 s (75%)",
+        "Step 7: both groups worked at the same time for 3.00 s of 4.00 s (75%)",
         f"run folder: {run}",
         f"page: {run}/report.html",
     ]
@@ -132,7 +119,7 @@ def test_a_page_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = tmp_path / "x.html"
     monkeypatch.setattr(sys, "argv", ["splitppo", "report", str(run), f"--out={out}"])
     assert main() == 0
-    assert '"chosen":6' in out.read_text(encoding="utf-8")
+    assert '"chosen":7' in out.read_text(encoding="utf-8")
 
 
 def test_a_run_without_a_critic_has_no_timeline(
