@@ -7,7 +7,6 @@ may name its tensors otherwise (`FolderNames`), and so may an adapter (lora.py).
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,14 +54,11 @@ class FolderNames:
         self.others = [merge for merge in merges if merge not in self.stacks]
         exact = {*EXACT, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
         self._exact = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in exact)
-        self._written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)[::-1]
-
-    @cached_property
-    def _reverse(self) -> list[Any]:
-        """The renames from the model to folders; a prefix that some folders have is left out."""
-        return [
+        written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+        # the renames from the model to folders; a prefix that some folders have is left out
+        self._reverse = [
             part.reverse_transform()
-            for part in self._written
+            for part in written[::-1]
             if isinstance(part, WeightRenaming) and not isinstance(part, PrefixChange)
         ]
 
@@ -70,32 +66,26 @@ class FolderNames:
         """Whether a weight or buffer is float32 whatever the precision of the others."""
         return bool(re.search(self._exact, name))
 
-    def weight_of(self, tensor: str, known: dict[str, bool]) -> tuple[str, int | None]:
-        """The weight that a folder's tensor makes; and if it makes a part of one, its place in
-        `stored`. `known`: the model's weights. Raises ValueError if transformers would merge or
-        split the tensor in another way."""
-        name = rename_source_key(tensor, self.renames, [])[0]
-        place = None
-        for stack in self.stacks:
-            kinds = stack.source_patterns
-            for number, kind in enumerate(kinds):
-                pattern = re.escape(kind).replace(r"\*", "(0|[1-9][0-9]*)")
-                if matched := re.search(f"{pattern}$", name):
-                    place = int(matched[1]) * len(kinds) + number
-                    name = name[: matched.start()] + stack.target_patterns[0]
-        name, merged = rename_source_key(name, [], self.others, self.prefix, known)
+    def part_of(self, tensor: str, parts: dict[str, Any]) -> str:
+        """The name in transformers (`parts`) of a folder's tensor. Raises ValueError if
+        transformers would merge or split the tensor in another way."""
+        name, merged = rename_source_key(tensor, self.renames, self.others, self.prefix, parts)
         if merged:
             raise ValueError(
                 f"weight {tensor} must be merged or split on loading, which is not supported"
             )
-        return name, place
+        return name
 
-    def stored(self, name: str, shape: Sequence[int]) -> list[str]:
-        """The tensors that make a weight of this shape, in the order of its rows."""
+    def parts(self, name: str, shape: Sequence[int]) -> list[str]:
+        """The tensors that make a weight of this shape, in the order of its rows. Folders may have
+        them under other names (`stored`)."""
         kinds = self._kinds(name)
         numbers = range(shape[0] if kinds else 1)
-        whole = [kind.replace("*", str(number)) for number in numbers for kind in kinds or [name]]
-        return [rename_source_key(tensor, self._reverse, [])[0] for tensor in whole]
+        return [kind.replace("*", str(number)) for number in numbers for kind in kinds or [name]]
+
+    def stored(self, name: str, shape: Sequence[int]) -> list[str]:
+        """The tensors that make a weight of this shape, as folders name them."""
+        return [rename_source_key(part, self._reverse, [])[0] for part in self.parts(name, shape)]
 
     def split(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """A weight as the tensors that a folder holds: views, by name."""

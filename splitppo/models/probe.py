@@ -4,7 +4,6 @@ knows."""
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -62,29 +61,26 @@ def find_mismatch(config: PretrainedConfig, kind: Kind, *, packed: bool, cut: bo
 def find_undriven(config: PretrainedConfig) -> str:
     """Why nobody can say to which experts a policy's routers send tokens (`Load.replay`); "" if it
     can be said."""
-    driven = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for small in _small_copies(config):
-            with suppress(Exception):  # this copy is too small for its type; the next one may do
-                driven = _drives(_random_model(small, "policy"))
-            if driven:  # the layers of a small copy may all be dense
-                break
+        driven = any(map(_drives, _small_copies(config)))
     return "" if driven else f"type {config.model_type!r} has routers that can't be overridden"
 
 
-def _drives(model: Any) -> bool:
+def _drives(config: PretrainedConfig) -> bool:
     """Whether each layer's experts are those that are given, and not the router's own."""
     ids = torch.randint(1, VOCABULARY, (1, 8))
-    load = Load(model)
-    load.drive()
-    if not load.routers:
+    try:
+        model = _random_model(config, "policy")
+        load = Load(model)
+        load.drive()
+        model(input_ids=ids, use_cache=False)
+        others = [(module.chosen + 1) % module.num_experts for module in load.experts]
+        load.replay(load.packing.pack(torch.stack(others, 1)))
+        model(input_ids=ids, use_cache=False)
+        pairs = zip(load.experts, others, strict=True)
+        return all(torch.equal(module.chosen, other) for module, other in pairs)
+    except Exception:  # this copy is too small for its type, or its layers are all dense
         return False
-    model(input_ids=ids, use_cache=False)
-    others = [(module.chosen + 1) % module.num_experts for module in load.experts]
-    load.replay(load.packing.pack(torch.stack(others, 1)))
-    model(input_ids=ids, use_cache=False)
-    pairs = zip(load.experts, others, strict=True)
-    return all(torch.equal(module.chosen, other) for module, other in pairs)
 
 
 def _mismatch(config: PretrainedConfig, kind: Kind, packed: bool, cut: bool) -> str:

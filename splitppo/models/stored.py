@@ -285,21 +285,26 @@ def open_folder(folder: str, model: Any) -> Stored:
     names = model.folder_names
     ties = {hf_name(alias): hf_name(main) for alias, main in ties_of(model).items()}
     weights = own_weights(weights_of(model)) | buffers_of(model)
-    known = dict.fromkeys([*weights, *ties], True)
+    # tensor, as transformers names it -> the weight that it makes, and its place among the tensors
+    # of a weight; None: it is all of it
+    known: dict[str, tuple[str, int | None]] = {}
+    for name, weight in weights.items():
+        parts = names.parts(name, weight.shape)
+        known |= {part: (name, place) for place, part in enumerate(parts)}
+    known |= {name: (name, None) for name in [*weights, *ties]}
     modules = {
         part.split(".")[0]
         for name in known
         for part in (name, name.removeprefix(f"{model.base_model_prefix}."))
     }
-    # weight -> the tensors that make it, by their places; None: it is all of it
-    places: dict[str, dict[int | None, str]] = {}
-    counts = {name: len(names.stored(name, weight.shape)) for name, weight in weights.items()}
+    places: dict[str, dict[int | None, str]] = {}  # weight -> the folder's tensors, by their places
     others: dict[bool, list[str]] = {True: [], False: []}  # by whether they are of a module
     for source in shapes:
         try:
-            name, place = names.weight_of(source, known)
+            part = names.part_of(source, known)
         except ValueError as error:
             raise folder_error(folder, str(error), "use another model") from error
+        name, place = known.get(part, (part, None))
         same = places.get(name, {})
         if place in same or (same and None in (place, *same)):
             other = same.get(place, next(iter(same.values())))
@@ -308,7 +313,7 @@ def open_folder(folder: str, model: Any) -> Stored:
                 f"{other} and {source} are both the weight {name}",
                 "remove the one that is not the model's",
             )
-        if name in known and (place is None or place < counts[name]):
+        if part in known:
             places.setdefault(name, {})[place] = source
         # a scale is read with its weight
         elif not (source.endswith(SCALE) and source.removesuffix(SCALE) in shapes):
@@ -319,13 +324,13 @@ def open_folder(folder: str, model: Any) -> Stored:
     made_of = {
         name: tuple(parts[place] for place in sorted(parts, key=lambda place: place or 0))
         for name, parts in places.items()
-        if None in parts or len(parts) == counts[name]
+        if None in parts or len(parts) == len(names.parts(name, weights[name].shape))
     }
     unused = others[False]
-    if HEAD[0] in known and HEAD[0] not in made_of:
+    if HEAD[0] in weights and HEAD[0] not in made_of:
         width = weights[HEAD[0]].shape[-1]
         head = find_head({name: shapes[name] for name in unused}, width)
-        made_of |= {name: (source,) for name, source in head.items() if name in known}
+        made_of |= {name: (source,) for name, source in head.items() if name in weights}
         unused = [source for source in unused if (source,) not in made_of.values()]
     tied = {main: made_of[alias] for alias, main in ties.items() if alias in made_of}
     return Stored(

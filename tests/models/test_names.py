@@ -34,15 +34,16 @@ def test_names_are_transformers_own_both_ways(kind: str, tmp_path: Path) -> None
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     plain.save_pretrained(tmp_path)
     model: Any = build(config, "policy")
-    names, known = model.folder_names, dict.fromkeys(plain.state_dict(), True)
+    names = model.folder_names
     folder = load_file(tmp_path / "model.safetensors")
     tensors = {}
-    for name in {*weights_of(model)} | dict(plain.named_buffers()).keys() & known.keys():
+    for name in {*weights_of(model)} | dict(
+        plain.named_buffers()
+    ).keys() & plain.state_dict().keys():
         weight = plain.state_dict()[name]
         parts = names.split(name, weight)
-        places = [names.weight_of(tensor, known) for tensor in parts]
-        whole = len(parts) == 1
-        assert places == [(name, None if whole else place) for place in range(len(parts))]
+        due = names.parts(name, weight.shape)
+        assert [names.part_of(tensor, dict.fromkeys(due, True)) for tensor in parts] == due
         tensors |= parts
     assert tensors.keys() == folder.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in folder.items())
