@@ -521,7 +521,8 @@ def test_streaming_changes_no_bit(inputs, tmp_path):
 PRACTICE = {
     "lam_value": 1.0,
     "value_epochs": 1,
-    "critic_warmup": 1,
+    "pretrain_steps": 1,
+    "pretrain_epochs": 1,
     "importance": "token",
     "importance_cap": 1.05,
     "mask_truncated": True,
@@ -552,7 +553,7 @@ def test_what_is_practised_is_the_papers_too(
     end. The schedule begins with the policy's first update."""
     practice = PRACTICE | changes
     argv = {
-        f"ppo__{name}": value
+        f"{'value' if name.startswith('pretrain') else 'ppo'}__{name}": value
         for name, value in practice.items()
         if value is not True and value is not False
     }
@@ -567,7 +568,7 @@ def test_what_is_practised_is_the_papers_too(
     due = reference(
         inputs, seen, value_mini_batches=value_mini_batches, penalty=0.3, **practice, **SCHEDULE
     )
-    assert seen["actor"][0] == [], "the policy learnt while the critic warmed up"
+    assert seen["actor"][0] == [], "the policy learnt while the critic pretrained"
     rates = [0, 0, 1] if practice["mask_truncated"] else [0, 1, 0.25]
     assert [line["actor/lr"] for line in seen["lines"][:STEPS]] == pytest.approx(
         [POLICY_LR * x for x in rates]

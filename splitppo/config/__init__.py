@@ -48,13 +48,7 @@ __all__ = [
 
 ShardSize = int | Literal["node"] | None
 # how the settings begin that are of the value model, and of no use without one
-OF_VALUES = (
-    "value.",
-    "ppo.value_epochs",
-    "ppo.value_mini_batches",
-    "ppo.lam_value",
-    "ppo.critic_warmup",
-)
+OF_VALUES = ("value.", "ppo.value_epochs", "ppo.value_mini_batches", "ppo.lam_value")
 
 
 class SetShape(NamedTuple):

@@ -259,9 +259,6 @@ class PPOConfig:
     value_mini_batches: int | None = None
     """Optimizer steps per pass of the value model: a divisor or a multiple of `mini_batches`.
     Unset: `mini_batches`."""
-    critic_warmup: int = 0
-    """Number of first steps in which only the value model is trained, with the settings of all
-    other steps."""
     old_logprobs: Literal["trainer", "engine"] | None = None
     """Source of the old log-probs in the ratio. `engine`: as sampled, which saves a forward pass;
     the ratio then includes the difference between engine and trainer. Unset: `engine` with

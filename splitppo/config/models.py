@@ -15,8 +15,7 @@ class OptimConfig:
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the
-    last step. The policy's schedule starts at its first update, after `ppo.critic_warmup` or
-    `value.pretrain_steps`."""
+    last step. The policy's schedule starts at its first update, after `value.pretrain_steps`."""
     warmup_steps: int = 0
     """Steps of linear warm-up. Step s of w runs at s/w of the peak."""
     min_lr_ratio: float = 0.0

@@ -142,12 +142,6 @@ def of_critic(config: Config) -> list[tuple[object, str]]:
     default = dict(leaves(asdict(Config())))
     return [
         (
-            value.pretrain_steps and ppo.critic_warmup,
-            f"value.pretrain_steps={value.pretrain_steps} and "
-            f"ppo.critic_warmup={ppo.critic_warmup} "
-            "both apply to the first steps; unset one",
-        ),
-        (
             value.pretrain_steps > config.steps,
             f"value.pretrain_steps={value.pretrain_steps} is more than steps={config.steps}; "
             "raise steps",
@@ -221,16 +215,10 @@ def of_teacher(config: Config) -> list[tuple[object, str]]:
             f"teacher.prompt_key={teacher.prompt_key} is a column of data.files, and there are "
             "none; name some",
         ),
-        *(
-            (
-                config.ppo.baseline == "value" and not config.has_value and steps,
-                f"{name}={steps}: nothing is rewarded, so there is no value model to wait for; "
-                f"unset {name}",
-            )
-            for name, steps in (
-                ("value.pretrain_steps", config.value.pretrain_steps),
-                ("ppo.critic_warmup", config.ppo.critic_warmup),
-            )
+        (
+            config.ppo.baseline == "value" and not config.has_value and config.value.pretrain_steps,
+            f"value.pretrain_steps={config.value.pretrain_steps}: nothing is rewarded, so there is "
+            "no value model to wait for; unset it",
         ),
     ]
 

@@ -335,11 +335,6 @@ def _of_ppo(config: Config) -> Contradictions:
             f"ppo.advantages={ppo.advantages} with ppo.baseline=group: both choose the "
             "baseline; use ppo.baseline=batch",
         ),
-        (
-            ppo.critic_warmup >= config.steps,
-            f"ppo.critic_warmup={ppo.critic_warmup} leaves no step of {config.steps} for the "
-            "policy; raise steps",
-        ),
     ]
 
 

@@ -182,14 +182,9 @@ class Critic:
         # a row would gain by each part that it has or lacks, of whose mean it were less
         centered = not (with_spans or self.context.config.has_env)
         rewards, spans = self._rewards(scored, kl, centered=centered)
-        waits = step <= max(self.context.config.ppo.critic_warmup, self.pretrain_steps)
+        waits = step <= self.pretrain_steps
         estimate = self.baseline.estimate(
-            rollout,
-            rewards,
-            scored.values,
-            spans=spans,
-            first=first,
-            pretraining=step <= self.pretrain_steps,
+            rollout, rewards, scored.values, spans=spans, first=first, pretraining=waits
         )
         never = step == self.context.config.steps and not self.past_scores.count
         self.failing, failed = count_failures(

@@ -85,7 +85,6 @@ VERL = {
     "ppo.epochs": 1,
     "ppo.value_epochs": None,
     "ppo.value_mini_batches": None,
-    "ppo.critic_warmup": 0,
     "ppo.importance": "off",
     "ppo.aggregate": "token_mean",
     "compute.activation_checkpointing": True,

@@ -83,7 +83,7 @@ ALGORITHM = [
         "ppo.entropy-coef=0.01",
     ],
     [
-        "ppo.critic-warmup=1",
+        "value.pretrain-steps=1 value.pretrain-epochs=1",
         "value.pretrain-steps=2 value.pretrain-epochs=2",
         "value.pretrain-steps=3",
     ],

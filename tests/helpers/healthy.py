@@ -42,7 +42,7 @@ RUNS = [  # ranks and flags
     (1, "--seed=10 --ppo.epochs=4"),
     (1, "--seed=11 --ppo.entropy-coef=0.1 --ppo.clip-high=0.3"),
     (1, "--seed=12 --value.pretrain-steps=10"),
-    (1, "--seed=13 --ppo.critic-warmup=5 --value.head=normal"),
+    (1, "--seed=13 --value.pretrain-steps=5 --value.head=normal"),
     (1, "--seed=15 --ppo.kl-coef=0.01 --placement.mode=colocated"),
     (1, "--seed=16 --ppo.lam=1.0 --ppo.value-epochs=4"),
     (1, f"--seed=17 {ADDITION}"),

@@ -89,7 +89,6 @@ class Hyper:
     max_grad_norm: float = 1.0
     lam_value: float | None = None
     value_epochs: int | None = None
-    critic_warmup: int = 0
     importance: str = "off"
     importance_cap: float = 2.0
     mask_truncated: bool = False
@@ -611,10 +610,9 @@ def reference_ppo(
             waited = number if waited == number - 1 else waited
             continue
         pretrains = number <= hyper.pretrain_steps
-        learns = number > hyper.critic_warmup and not pretrains
         for group in optimizers[0].param_groups:
             group["lr"] = learning_rate(number - waited, hyper.steps - waited, hyper)
-        phase: Any = {"learns": learns, "pretrains": pretrains, "teacher": teacher}
+        phase: Any = {"learns": not pretrains, "pretrains": pretrains, "teacher": teacher}
         results.append(
             ppo_step(policy, reference, value, optimizers, step, hyper, kl_coef=kl_coef, **phase)
         )

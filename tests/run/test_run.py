@@ -254,7 +254,12 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
 def test_a_run_resumes_whose_policy_has_not_been_trained_yet(tmp_path):
     """Its optimizer has no state, and its outermost weights were gathered last when the checkpoint
     is written."""
-    argv = [*SMALL, "--ppo.critic-warmup=3", "--checkpoint.every=2", "--placement.mode=colocated"]
+    argv = [
+        *SMALL,
+        "--value.pretrain-steps=3",
+        "--checkpoint.every=2",
+        "--placement.mode=colocated",
+    ]
     argv += [f"--run-dir={tmp_path / 'run'}"]
     run_ranks(2, main_rank, argv)
     due = [figures(tmp_path / "run", role) for role in ("actor", "critic")]

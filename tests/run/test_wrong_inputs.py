@@ -85,7 +85,7 @@ BOUNDS = [
     compute.micro_batch_tokens
 0 | must be at least 1, or node | fsdp.shard_size
 -1 | must be at least 0 | checkpoint.every checkpoint.keep checkpoint.keep_every log.samples
-    log.validate_every value.pretrain_steps ppo.critic_warmup
+    log.validate_every value.pretrain_steps
     reward.overlong_tokens policy.optim.warmup_steps
 -0.001 | must be at least 0 | ppo.kl_coef ppo.kl_loss_coef ppo.entropy_coef
     policy.optim.lr
@@ -135,7 +135,7 @@ EARLY = [
         for name, value in {
             "value.optim.lr": 0.25,
             "value.path": "tiny",
-            "ppo.critic_warmup": 1,
+            "value.pretrain_steps": 1,
             "ppo.lam_value": 0.5,
             "ppo.value_epochs": 2,
             "ppo.value_mini_batches": 2,
@@ -171,8 +171,6 @@ EARLY = [
     ppo.clip_low=1.0 must be below 1: the ratio's lower bound is 1 - clip_low; lower it
 --ppo.clip-mode=mask --ppo.dual-clip=3 =>
     ppo.dual_clip=3.0 bounds a loss that ppo.clip_mode=mask already drops
---value.pretrain-steps=2 --ppo.critic-warmup=1 =>
-    value.pretrain_steps=2 and ppo.critic_warmup=1 both apply to the first steps; unset one
 --value.pretrain-steps=9 --steps=3 =>
     value.pretrain_steps=9 is more than steps=3; raise steps
 --reward.normalize=batch --rollout.window=8 =>
@@ -199,8 +197,6 @@ EARLY = [
 --value.freeze '(' --steps=3 => value.freeze=( is not a regular expression ... correct it
 --policy.freeze body embeddings =>
     policy.freeze=body embeddings leaves no weight to train; name fewer
---ppo.critic-warmup=3 --steps=3 =>
-    ppo.critic_warmup=3 leaves no step of 3 for the policy; raise steps
 --env.path guess --env.tools calculator =>
     env.path=guess with env.tools: an environment runs its own tools; unset one
 --env.format-reward=1 => env.format_reward=1 rewards tool calls ... name some
@@ -421,8 +417,6 @@ mine.toml => Unrecognized options: mine.toml
     distill.top_k=84 is more than the 83 tokens of the policy's tokenizer; lower it
 --teacher.path=tiny --reward.function=none --log.validate-every=0 --value.pretrain-steps=2 =>
     value.pretrain_steps=2: nothing is rewarded, so there is no value model ... unset
---teacher.path=tiny --reward.function=none --log.validate-every=0 --ppo.critic-warmup=2 =>
-    ppo.critic_warmup=2: nothing is rewarded, so there is no value model ... unset
 --teacher.path=tiny --reward.function=none --log.validate-every=0 --ppo.lam=adaptive =>
     ppo.lam=adaptive: ppo.baseline=value uses no values where nothing is rewarded; use ppo.lam=1
 --reward.function none echo =>
