@@ -1,4 +1,4 @@
-"""Which engine a run uses, the checks on it, and the start of its process."""
+"""Which engine a run uses, and the checks on it."""
 
 import torch
 from transformers import PretrainedConfig
@@ -6,9 +6,7 @@ from transformers import PretrainedConfig
 from splitppo.config import Config
 from splitppo.engine.vllm import vllm_version
 from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
-from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.errors import DOCS, UserError
-from splitppo.job.launch import Launch
 from splitppo.placement import Placement, check_cut
 
 SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first, and the first that is too new
@@ -117,19 +115,6 @@ def _check_installed(device: str) -> None:
         raise UserError(
             f"vLLM {installed} does not run on the device {device}; {remedy}, or --engine.kind hf"
         )
-
-
-def launch_engine(
-    kind: str, config: Config, placement: Placement, launch: Launch, device: torch.device
-) -> Process | None:
-    """Starts the process of a vLLM engine on the first rank of the engine. It imports vLLM while
-    the run gets ready."""
-    ranks = placement.groups["actor"]
-    size = config.engine.tensor_parallel
-    if kind == "hf" or launch.rank not in ranks[::size]:
-        return None
-    gpus = ranks[ranks.index(launch.rank) :][:size] if device.type == "cuda" else ()
-    return Process([visible_device(rank % launch.local_world) for rank in gpus])
 
 
 def kv_cache(

@@ -19,7 +19,7 @@ from splitppo.engine.build import kv_cache, most_rows
 from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.engine.vllm.plan import Plan
-from splitppo.engine.vllm.process import Process
+from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.envs.player import Player, SingleTurn, players_of
 from splitppo.errors import say
 from splitppo.generator import Generator
@@ -67,22 +67,19 @@ def build_sampler(resolved: Resolved, training: data.PromptSet) -> Sampler:
 
 class Builder:
     """Builds what this rank's role needs. All ranks of a group build the same parts in the same
-    order. `engine`: the process of this rank's engine (`launch_engine`), if it has one. `prompts`:
-    what `load_data` returned."""
+    order. `prompts`: what `load_data` returned."""
 
     def __init__(
         self,
         resolved: Resolved,
         runtime: Runtime,
         folder: Path,
-        engine: Process | None,
         prompts: tuple[data.PromptSet, data.PromptSet],
     ):
         self.resolved = resolved
         self.config = resolved.config
         self.runtime = runtime
         self.folder = folder
-        self.engine_process = engine
         self.modules: dict[str, torch.nn.Module] = {}  # by the model whose base it is
         self.parts = find_parts(self.config)
         self.training, self.validation = prompts
@@ -130,7 +127,7 @@ class Builder:
         return generator, policy
 
     def _engine(self) -> RolloutEngine:
-        """This rank's engine. Begins to build a vLLM engine on the rank that has its process."""
+        """This rank's engine. The first of a vLLM engine's ranks starts its process."""
         resolved = self.resolved
         config = self.config
         runtime = self.runtime
@@ -147,13 +144,16 @@ class Builder:
                 routes=not resolved.unreplayed,
             )
         ranks = runtime.placement.groups["actor"]
-        number, index = divmod(ranks.index(runtime.launch.rank), config.engine.tensor_parallel)
+        size = config.engine.tensor_parallel
+        number, index = divmod(ranks.index(runtime.launch.rank), size)
         key = f"engine/address/{number}"
-        if process := self.engine_process:
-            plan = self._plan(policy, str(process.folder / "engine"), len(ranks))
-            process.begin(plan)
-            runtime.store.set(key, plan.address)
         on_gpu = device.type == "cuda"
+        process = None
+        if index == 0:
+            gpus = ranks[number * size :][:size] if on_gpu else ()
+            devices = [visible_device(rank % runtime.launch.local_world) for rank in gpus]
+            process = Process(devices, self._plan(policy, len(ranks)))
+            runtime.store.set(key, process.address)
         return VLLMEngine(
             policy.config,
             runtime.store.get(key).decode(),
@@ -166,7 +166,7 @@ class Builder:
             timeout=config.timeout,
         )
 
-    def _plan(self, policy: Model, address: str, ranks: int) -> Plan:
+    def _plan(self, policy: Model, ranks: int) -> Plan:
         """What the process of a vLLM engine needs to know, of which there is one in so many actor
         ranks."""
         resolved = self.resolved
@@ -182,7 +182,6 @@ class Builder:
             config=config,
             folder=str(policy.folder(self.folder)),
             log=str(self.folder / "logs" / f"engine_{launch.rank:03d}.log"),
-            address=address,
             dtype=str(resolved.dtype).removeprefix("torch."),
             max_rows=rows,
             max_tokens=tokens,

@@ -18,7 +18,6 @@ import torch
 from splitppo.config import Config
 from splitppo.critic import Critic
 from splitppo.data import PromptSet
-from splitppo.engine.vllm.process import Process
 from splitppo.errors import UserError, say
 from splitppo.generator import Generator
 from splitppo.generator.sampler import Sampler
@@ -165,13 +164,7 @@ class Run:
     """A run as one rank sees it. All ranks make theirs together: they agree on its folder and first
     step."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        prompts: tuple[PromptSet, PromptSet],
-        runtime: Runtime,
-        engine: Process | None = None,
-    ):
+    def __init__(self, resolved: Resolved, prompts: tuple[PromptSet, PromptSet], runtime: Runtime):
         self.config = resolved.config
         self.runtime = runtime
         self.stopped: str | None = None  # who requested a stop before the last step
@@ -190,7 +183,7 @@ class Run:
             # the step that it resumes after
             self.start = checkpoint.step_of(self.resumed)
             runtime.last_checkpoint = self.last_checkpoint
-            self.build = Builder(resolved, runtime, self.folder, engine, prompts)
+            self.build = Builder(resolved, runtime, self.folder, prompts)
             check_open_rows(self.build.sampler, self.resumed)
         except OSError as error:
             raise UserError(f"run_dir: {error}; fix that, or choose another --run-dir") from error

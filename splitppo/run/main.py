@@ -17,7 +17,6 @@ import transformers
 from splitppo import data
 from splitppo.config import Config, rules, toml
 from splitppo.config.cli import given_settings, kept_rates, parse
-from splitppo.engine.build import launch_engine
 from splitppo.engine.vllm.process import ALLOCATOR
 from splitppo.envs.player import check_turns, rehearse, room_for_turns, turns_of
 from splitppo.errors import UserError, command, say, to_user_error
@@ -90,7 +89,6 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
     resolved = _prepare(config, launch.world, launch.local_world, device, launch.rank == 0)
     config = resolved.config
     placement = resolved.placement
-    engine = launch_engine(resolved.engine, config, placement, launch, device)
     use_expandable_segments(resolved, launch.rank)
     runtime = rank.runtime = Runtime(
         launch,
@@ -107,7 +105,7 @@ def _run(rank: Rank, play: Callable[[Run], None], flags: Callable[[], Sequence[s
         say("stopped: a stop was requested before this restart")
         return RESUMABLE
     resolved = replace(resolved, user_settings=given_settings(argv))
-    run = rank.run = Run(*agree(resolved, runtime), runtime, engine)
+    run = rank.run = Run(*agree(resolved, runtime), runtime)
     play(run)
     run.end()
     signals.close()

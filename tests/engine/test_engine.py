@@ -183,7 +183,6 @@ def start_vllm(
     stop = ("...",) if max_rows > 2 else ()
     if stop:
         tokenizer.save_pretrained(folder)
-    process = Process([visible_device(i) for i in range(GPUS)])
     plan = Plan(
         config=Config(
             engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
@@ -191,7 +190,6 @@ def start_vllm(
         ),
         folder=str(folder),
         log=str(folder / "engine.log"),
-        address=str(process.folder / "engine"),
         dtype="float32",
         max_rows=max_rows,
         max_tokens=1024,
@@ -202,7 +200,7 @@ def start_vllm(
         device="cuda" if GPUS else "cpu",
         threads=1,
     )
-    process.begin(plan)
+    process = Process([visible_device(i) for i in range(GPUS)], plan)
     devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
     for device in devices if GPUS else []:
         # CUDA and its IPC are not begun by several threads at once

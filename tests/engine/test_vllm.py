@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,13 +265,25 @@ def test_a_gpu_has_the_name_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -
     assert [visible_device(local) for local in range(3)] == ["4", "GPU-abc", "6"]
 
 
+PLAN = """
+from splitppo.config import Config
+from splitppo.engine.vllm.plan import Plan
+plan = Plan(
+    Config(), folder="", log="engine.log", dtype="float32", max_rows=1, max_tokens=1, kv_bytes=1,
+    eos=(), vocabulary=1, routes=False, device="cpu", threads=1,
+)
+"""
+
+
 @pytest.fixture
-def stillborn(monkeypatch: pytest.MonkeyPatch) -> Process:
+def stillborn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Process:
     """An engine whose process ends at once: it is told of another parent. It gets as far without
     vLLM."""
+    names: dict[str, Any] = {}
+    exec(PLAN, names)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: 1)
-        return Process([])
+        return Process([], replace(names["plan"], log=str(tmp_path / "logs" / "engine.log")))
 
 
 BESIDE = """
@@ -297,10 +309,11 @@ def test_an_engine_sleeps_on_a_gpu_that_another_process_uses_too() -> None:
     assert done.stderr.endswith("AssertionError: The engine has no worker.\n")
 
 
-KILLED = """
+KILLED = f"""
 import os, signal, sys
 from splitppo.engine.vllm.process import Process
-process = Process([])
+{PLAN}
+process = Process([], plan)
 (process.folder / "bucket").touch()
 print(process.folder, flush=True)
 if sys.argv[1] == "end":
@@ -311,10 +324,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["killed", wide("end")])
-def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(how: str) -> None:
+def test_a_killed_rank_leaves_no_folder_of_an_engine_that_was_being_built(
+    how: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", KILLED, how]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     told = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False
     ).stdout.split()
     assert told[1:] == {"killed": [], "end": ["False"]}[how]
     assert told[0].startswith("/tmp/splitppo-")
@@ -375,7 +391,7 @@ def test_buckets_are_made_without_expandable_segments(
 def test_an_engine_that_ends_before_it_listens_is_not_waited_for(stillborn: Process) -> None:
     """With the end of its output."""
     engine = trainer_side.VLLMEngine(
-        llama_config(), str(stillborn.folder / "engine"), 0, stillborn,
+        llama_config(), stillborn.address, 0, stillborn,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
     try:
@@ -384,7 +400,7 @@ def test_an_engine_that_ends_before_it_listens_is_not_waited_for(stillborn: Proc
     finally:
         stillborn.end()
     assert f"the vLLM engine (process {stillborn.popen.pid}) ended with status 1" in str(told.value)
-    assert str(told.value).endswith("its output:\nthe rank that started this engine has ended")
+    assert str(told.value).endswith("engine.log:\nthe rank that started this engine has ended")
 
 
 # What is refused before anything starts

@@ -34,7 +34,7 @@ BUCKET = {"cuda": 2**28, "cpu": 2**22}  # bytes, at least
 
 
 class VLLMEngine(RolloutEngine):
-    """One rank's connection to an engine, whose process `launch_engine` has started.
+    """One rank's connection to an engine, whose process its first rank has started.
 
     Args:
         config: the policy's. address: the socket's path.

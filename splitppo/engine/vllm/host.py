@@ -7,7 +7,6 @@ messages.py has what they say to each other.
 
 # pyright: reportMissingImports=false
 
-import importlib
 import os
 import pickle
 import sys
@@ -236,28 +235,11 @@ def connect(plan: Plan) -> list[tuple[Connection, Any]]:
     return [(conn, buckets) for (_, _, buckets), conn in ordered]
 
 
-def read_plan() -> Plan:
-    """Waits for the plan on stdin and moves the output to its log. Raises EOFError if the rank has
-    ended."""
-    plan = pickle.load(sys.stdin.buffer)
-    with open(plan.log, "ab", buffering=0) as log:
-        log.write(os.pread(1, 2**24, 0))
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    return plan
-
-
 def main() -> int:
     end_with_parent(int(sys.argv[1]), "engine")
     os.environ.update(SETTINGS)
-    for module in (
-        "vllm.engine.arg_utils",
-        "vllm.v1.engine.llm_engine",
-        "vllm.v1.worker.gpu_worker",
-    ):
-        importlib.import_module(module)
     try:
-        plan = read_plan()
+        plan = pickle.load(sys.stdin.buffer)
         os.environ["VLLM_RPC_BASE_PATH"] = str(Path(plan.address).parent)
         rows, line = start_llm(plan)
         conns, buckets = zip(*connect(plan), strict=True)

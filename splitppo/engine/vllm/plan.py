@@ -20,18 +20,18 @@ class Plan:
     Attributes:
         config: the run's.
         folder: of the policy's config and tokenizer. log: file for the process's output.
-        address: path of the Unix socket, for `config.engine.tensor_parallel` ranks.
         max_rows: rows generated at once. max_tokens: length limit of a row, prompt and response.
         kv_bytes: size of the KV cache on each GPU.
         eos: ids that end a response. vocabulary: size of the vocabulary to draw from.
         routes: whether it tells each token's experts.
         device: `cuda` or `cpu`. threads: of an engine on the CPU.
+        address: path of the Unix socket, for `config.engine.tensor_parallel` ranks; its process
+            sets it.
     """
 
     config: Config
     folder: str
     log: str
-    address: str
     dtype: str
     max_rows: int
     max_tokens: int
@@ -41,6 +41,7 @@ class Plan:
     routes: bool
     device: str
     threads: int
+    address: str = ""
 
 
 def kv_bytes_per_token(

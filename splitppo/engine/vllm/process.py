@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,14 +62,15 @@ def visible_device(local: int) -> str:
 
 
 class Process:
-    """The engine's process, on `devices` (as in `child_environment`). It imports vLLM while the run
-    gets ready; `begin` then sends the engine to build."""
+    """The engine's process, on `devices` (as in `child_environment`), which builds what the plan
+    says."""
 
-    def __init__(self, devices: Sequence[str]):
-        self.log: Path | None = None
+    def __init__(self, devices: Sequence[str], plan: Plan):
+        self.log = Path(plan.log)
         # Holds the socket. Only this user can enter it, and the path is short enough for a socket
         # address.
         self.folder = Path(tempfile.mkdtemp(prefix="splitppo-", dir="/tmp"))
+        self.address = str(self.folder / "engine")
         # This shell removes the folder, on request or when this process ends for whatever reason,
         # and its engine too.
         self._remover = subprocess.Popen(
@@ -79,28 +81,21 @@ class Process:
             text=True,
             start_new_session=True,
         )
-        self._early = os.memfd_create("engine")  # the output until the log file is known
-        # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the
-        # trainer.
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())],
-            env=child_environment(devices),
-            stdin=subprocess.PIPE,
-            stdout=self._early,
-            stderr=self._early,
-            start_new_session=True,
-        )
-
-    def begin(self, plan: Plan) -> None:
-        """Sends the plan. Raises EngineError if the process has ended."""
-        self.log = Path(plan.log)
-        pipe = cast(Any, self.popen.stdin)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with pipe:
-                pickle.dump(plan, pipe)
-        except BrokenPipeError:
-            raise self.exit_report() from None
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C reaches only the trainer, and the engine ends with the
+            # trainer.
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "splitppo.engine.vllm.host", str(os.getpid())],
+                env=child_environment(devices),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        # if it has ended, `connect` says so
+        with suppress(BrokenPipeError), cast(Any, self.popen.stdin) as pipe:
+            pickle.dump(replace(plan, address=self.address), pipe)
 
     def exit_report(self, wait: float = 5.0) -> EngineError:
         """How the process ended, with the end of its log. The end comes a moment after the sockets
@@ -111,14 +106,10 @@ class Process:
         how = "is not answering" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        text = self.log.read_text(errors="replace") if self.log and self.log.exists() else ""
-        lines = (text or os.pread(self._early, 2**24, 0).decode(errors="replace")).splitlines()
+        lines = self.log.read_text(errors="replace").splitlines()
         # A worker's error stands before the messages that its parent makes of it.
         errors = [line for line in lines[:-30] if "Error" in line][-10:]
-        heading = (
-            f"the vLLM engine (process {self.popen.pid}) {how}; "
-            f"the end of {self.log or 'its output'}:"
-        )
+        heading = f"the vLLM engine (process {self.popen.pid}) {how}; the end of {self.log}:"
         return EngineError("\n".join([heading, *errors, *lines[-30:]]))
 
     def end(self, *, kill: bool = False) -> None:
