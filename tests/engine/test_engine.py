@@ -208,7 +208,7 @@ def start_vllm(
     engines = [
         VLLMEngine(
             config,
-            plan.address,
+            process.address,
             i,
             process if i == 0 else None,
             device=device,
