@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# figures of the clock, and of earlier versions alone
+# figures of the clock, of earlier versions alone, and those that were defined anew since
 LEFT_OUT = (
-    *("timing_s", "perf/", "val/best_", "actor/stale_", "window/ess", "critic/kl_coef"),
-    *("critic/turn_", "slots"),
-)
+    "timing_s", "perf/", "val/best_", "actor/stale_", "window/ess",
+    "actor/ratio_ess", "critic/calibration", "critic/explained",
+    "critic/kl_coef", "critic/turn_", "critic/vf_explained_var",
+    "slots",
+)  # fmt: skip
 STEPS, RESUMED = 5, 3  # steps of a run; the step whose checkpoint AFTER resumes
 COMMON = f"""--steps {STEPS} --rollout.batch-size 12 --rollout.max-new-tokens 8
     --rollout.temperature 0.9 --ppo.mini-batches 2 --ppo.kl-coef 0.02 --ppo.epochs 2
