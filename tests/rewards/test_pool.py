@@ -62,7 +62,7 @@ async def waits(data_source, solution_str, ground_truth, extra_info=None):
         raise TimeoutError("mine")
     if solution_str == "cancelled":
         raise asyncio.CancelledError
-    await asyncio.sleep(60 if solution_str == "sleep" else 0.2)
+    await asyncio.sleep(60 if solution_str == "sleep" else 0)
     if solution_str == "stubborn":
         try:
             await asyncio.sleep(60)
@@ -70,6 +70,14 @@ async def waits(data_source, solution_str, ground_truth, extra_info=None):
             time.sleep(60)
     if solution_str == "die":
         os._exit(3)
+    return len(solution_str)
+
+ENTERED = []
+
+async def meets(solution_str, **row):
+    ENTERED.append(solution_str)
+    while len(ENTERED) < 30:
+        await asyncio.sleep(0.01)
     return len(solution_str)
 
 LOOPS = set()  # kept, so that no two have the same address
@@ -194,7 +202,7 @@ def worker_pids(of: int) -> set[int]:
     return found - STRAYS
 
 
-def wait_until(true: Any, seconds: float = 10) -> bool:
+def wait_until(true: Any, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
@@ -276,14 +284,14 @@ def test_each_failure_is_named_and_costs_no_other_row_its_score(file: Path) -> N
         "empty",
         "dddd",
     ]
-    with scorer(f"{file}:trouble", timeout=0.5) as one:
+    with scorer(f"{file}:trouble", timeout=2) as one:
         scored = one.submit(rows(*texts))()
     expected = ["1", "timeout", "2", "error", "error", "3", "crash", "crash"]
     assert kinds(scored) == [*expected, "invalid", "invalid", "invalid", "invalid", "4"]
     messages = {
         text: row.failures[0].text for text, row in zip(texts, scored, strict=True) if row.failures
     }
-    assert "0.5 s" in messages["sleep"]
+    assert "2 s" in messages["sleep"]
     line = FILE.splitlines().index('        return {}["absent"]') + 1
     assert messages["raise"] == f"KeyError: 'absent' ({file}, line {line}, in trouble)"
     assert "SystemExit: bye" in messages["exit"]
@@ -303,7 +311,7 @@ def test_what_a_function_started_ends_with_its_worker(file: Path) -> None:
                 found += [path.parent.name] if path.read_bytes() == b"sleep\x0060.25\x00" else []
         return found
 
-    with scorer(f"{file}:trouble", timeout=0.5) as one:
+    with scorer(f"{file}:trouble", timeout=2) as one:
         assert kinds(one.submit(rows("child", "a"))()) == ["timeout", "1"]
         assert wait_until(lambda: not sleepers())
 
@@ -314,7 +322,7 @@ def test_a_crash_is_seen_though_a_fork_holds_the_socket(file: Path) -> None:
 
 
 def test_order_is_kept_by_several_workers(file: Path) -> None:
-    with scorer(f"{file}:trouble", workers=3, timeout=0.5) as three:
+    with scorer(f"{file}:trouble", workers=3, timeout=2) as three:
         texts = ["x" * n for n in range(60)]
         texts[1] = "sleep"  # its neighbours are done long before
         first, second = three.submit(rows(*texts)), three.submit(rows("a", "bb"))
@@ -330,21 +338,16 @@ def test_order_is_kept_by_several_workers(file: Path) -> None:
 
 
 def test_async_rows_wait_at_the_same_time(file: Path) -> None:
-    with scorer(f"{file}:waits", workers=2) as one:
-        one.submit(rows("a"))()  # the workers have started
-        start = time.monotonic()
-        first, second = (
-            one.submit(rows(*["x" * n for n in range(100)])),
-            one.submit(rows("a", "bb")),
-        )
-        assert [row.score for row in first()] == list(range(100))
+    with scorer(f"{file}:meets", timeout=60) as one:
+        first = one.submit(rows(*["x" * n for n in range(28)]))
+        second = one.submit(rows("a", "bb"))
+        assert [row.score for row in first()] == list(range(28))
         assert [row.score for row in second()] == [1, 2]
-        assert time.monotonic() - start < 10  # one after the other: 100 * 0.2 s / 2
 
 
 def test_an_async_function_that_fails_costs_no_other_row_its_score(file: Path) -> None:
     texts = ["a", "sleep", "bb", "raise", "cancelled", "die", "ccc", "block", "dddd", "stubborn"]
-    with scorer(f"{file}:waits", timeout=0.7) as one:
+    with scorer(f"{file}:waits", timeout=2) as one:
         scored = one.submit(rows(*texts))()
     expected = ["1", "timeout", "2", "error", "error", "crash", "3", "timeout", "4", "timeout"]
     assert kinds(scored) == expected
@@ -360,10 +363,10 @@ def test_an_async_function_that_is_hidden_is_awaited_with_the_same_limit(
     file: Path, name: str
 ) -> None:
     texts = ["a", "sleep", "bb", "raise", "cancelled", "die", "ccc"]
-    with scorer(f"{file}:{name}", timeout=0.7) as one:
+    with scorer(f"{file}:{name}", timeout=2) as one:
         scored = one.submit(rows(*texts))()
     assert kinds(scored) == ["1", "timeout", "2", "error", "error", "crash", "3"]
-    assert "longer than reward.timeout=0.7 s" in scored[1].failures[0].text
+    assert "longer than reward.timeout=2 s" in scored[1].failures[0].text
 
 
 def test_hidden_async_calls_of_a_worker_share_an_event_loop(file: Path) -> None:
@@ -383,13 +386,13 @@ def test_the_prompt_is_passed_as_the_row_has_it_to_functions_that_name_it(file: 
 
 
 def test_rows_behind_several_async_ones_that_block_keep_their_scores(file: Path) -> None:
-    with scorer(f"{file}:waits", timeout=0.8) as one:
+    with scorer(f"{file}:waits", timeout=2) as one:
         scored = one.submit(rows(*["block", "a", "bb", "ccc"] * 2))()
     assert kinds(scored) == ["timeout", "1", "2", "3"] * 2
 
 
 def test_a_row_that_fills_the_pipe_to_a_blocked_worker_does_not_stop_the_others(file: Path) -> None:
-    with scorer(f"{file}:waits", timeout=0.5) as one:
+    with scorer(f"{file}:waits", timeout=2) as one:
         scored = one.submit(rows("block", "x" * 2_000_000, "x" * 2_000_000, "a"))()
     assert kinds(scored) == ["timeout", "2e+06", "2e+06", "1"]
 
