@@ -1,6 +1,7 @@
 """One thread a process: the tests run up to four ranks on two cores, and forked children must not
 inherit threads. No GPU either, where tests do not ask for it."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from tiers import install_guard, run_guarded, set_tier
 
 keep_flags()
 install_guard()
+gc.disable()  # till the modules are imported: what they hold stays
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         set_tier(item)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

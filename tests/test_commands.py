@@ -1,23 +1,18 @@
 """Commands of the pages, as they stand there: what they promise is what comes of them."""
 
-import contextlib
-import io
 import json
 import os
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from ranks import run_ranks
-from runs import names
+from runs import in_one_process, names, run_command
 from terminal import Terminal
 
-from splitppo import __main__ as tools
 from splitppo import train
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -37,26 +32,6 @@ def command(page: str, *parts: str) -> list[str]:
     return shlex.split(
         re.sub(r"^ *splitppo train --nproc_per_node 2 (?=--)", "", line), comments=True
     )
-
-
-def in_one_process(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
-    """Exit status and screen of commands, one after the other, in a folder."""
-    return run_ranks(1, _run_all, str(folder), commands)[0]
-
-
-def _run_all(_: int, folder: str, commands: list[list[str]]) -> list[tuple[int, str]]:
-    del os.environ["RANK"]
-    os.chdir(folder)
-    return [_run(argv) for argv in commands]
-
-
-def _run(argv: list[str]) -> tuple[int, str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = train.main(argv)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return status, said.getvalue()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -132,13 +107,9 @@ def test_a_script_starts_with_a_quiet_screen(tmp_path: Path):
     assert "elastic" not in terminal.said
 
 
-def _eval(rank: int, folder: str, argv: list[str]) -> tuple[int, str]:
-    said = io.StringIO()
+def _eval(_: int, folder: str, argv: list[str]) -> tuple[int, str]:
     os.chdir(folder)
-    sys.argv = ["splitppo", *argv]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = tools.main()
-    return status, said.getvalue()
+    return run_command(argv)
 
 
 def measured(folder: Path) -> dict[str, float]:
@@ -151,55 +122,52 @@ def test_a_model_is_scored_alone(tmp_path: Path):
     score = "def score(solution_str, **row):\n    return sum(map(ord, solution_str)) % 97 / 96\n"
     (tmp_path / "digits.py").write_text(score)
     run = "--steps=2 --run-dir=RUN --reward.function=digits.py:score".split()
-    ((status, _),) = in_one_process(tmp_path, [*SMALL, *run])
-    assert status == 0
-    line = (tmp_path / "RUN/metrics/actor.jsonl").read_text().splitlines()[-1]
-    due = {name: figure for name, figure in json.loads(line).items() if name in MEASURED}
-    for world, words in (
-        (2, ["eval", "RUN", "--out", "two"]),
-        (1, ["eval", "RUN/checkpoints/step_000002", "--out", "one"]),
-    ):
-        results = run_ranks(world, _eval, str(tmp_path), words)
-        assert [status for status, _ in results] == [0] * world, results
-        found = measured(tmp_path / words[-1])
+    export = "RUN/export/step_000002/policy"
+    small = [*SMALL, "--rollout.max-new-tokens=6", "--reward.function=digits.py:score"]
+    results = in_one_process(
+        tmp_path,
+        [*SMALL, *run],
+        "splitppo eval RUN/checkpoints/step_000002 --out one".split(),
+        command("report.md", "splitppo eval"),
+        "splitppo export RUN --dtype float32".split(),
+        ["splitppo", "eval", export, *small, "--out", "three"],
+        # a run that starts from a folder
+        [*small, "--steps=2", "--run-dir=NEXT", "--log.validate-every=2", "--policy.path", export],
+        "splitppo eval NEXT --out four".split(),
+    )
+    assert [status for status, _ in results] == [0] * 7, results
+    due = last_validation(tmp_path / "RUN")
+    ((status, said), _) = run_ranks(2, _eval, str(tmp_path), "splitppo eval RUN --out two".split())
+    assert status == 0, said
+    assert f"score {due['val/score/mean']:.4f} ± " in said
+    for name in ("one", "two"):
+        found = measured(tmp_path / name)
         assert {name: found[name] for name in MEASURED} == due
         assert 0 < found["val/score/half_interval_95"] < 1
-        assert f"score {due['val/score/mean']:.4f} ± " in results[0][1]
     assert (tmp_path / "one/rows.jsonl").read_text() == (tmp_path / "two/rows.jsonl").read_text()
-    sampled = command("report.md", "splitppo eval")[1:]
-    ((status, said),) = run_ranks(1, _eval, str(tmp_path), sampled)
-    assert status == 0, said
-    assert "pass@4" in said
-    # the next one keeps these; longer prompts are other data, not more than the run allows, also if
-    # the run's command set nothing
+    assert "pass@4" in results[2][1]
+    assert measured(tmp_path / "three")["val/score/mean"] == due["val/score/mean"]
+    next_due = last_validation(tmp_path / "NEXT")
+    assert measured(tmp_path / "four")["val/score/mean"] == next_due["val/score/mean"]
+    # longer prompts are other data, not more than the run allows, also if the run's command set
+    # nothing; and a copy of a checkpoint is none
     (tmp_path / "RUN/given.json").write_text("[]")
-    other = ["eval", "RUN", "--data.task=addition"]
-    ((status, said),) = run_ranks(1, _eval, str(tmp_path), other)
-    assert status == 0, said
+    shutil.copytree(tmp_path / "NEXT/checkpoints/step_000002", tmp_path / "NEXT/kept/step_000002")
+    (other, _), (status, said) = in_one_process(
+        tmp_path,
+        "splitppo eval RUN --data.task=addition".split(),
+        "splitppo eval NEXT/kept/step_000002".split(),
+    )
+    assert (other, status) == (0, 2)
+    assert "NEXT/kept/step_000002: no config.json" in said
     (first, second) = sorted(tmp_path.glob("eval/*/rows.jsonl"))
     assert len(rows_of(first)) == 4 * due["val/rows"]
     assert "What is" in rows_of(second)[0]["prompt"]
-    (export,) = run_ranks(1, _eval, str(tmp_path), ["export", "RUN", "--dtype", "float32"])
-    assert export[0] == 0
-    policy = ["RUN/export/step_000002/policy", *SMALL, "--rollout.max-new-tokens=6"]
-    words = ["eval", *policy, "--reward.function=digits.py:score", "--out", "three"]
-    ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
-    assert status == 0, said
-    assert measured(tmp_path / "three")["val/score/mean"] == due["val/score/mean"]
-    # a run that started from a folder; a copy of its checkpoint is none
-    more = "--steps=2 --run-dir=NEXT --reward.function=digits.py:score".split()
-    more += ["--log.validate-every=2", f"--policy.path={policy[0]}", *policy[1:]]
-    ((status, said),) = in_one_process(tmp_path, more)
-    assert status == 0, said
-    line = json.loads((tmp_path / "NEXT/metrics/actor.jsonl").read_text().splitlines()[-1])
-    ((status, said),) = run_ranks(1, _eval, str(tmp_path), ["eval", "NEXT", "--out", "four"])
-    assert status == 0, said
-    assert measured(tmp_path / "four")["val/score/mean"] == line["val/score/mean"]
-    shutil.copytree(tmp_path / "NEXT/checkpoints/step_000002", tmp_path / "NEXT/kept/step_000002")
-    words = ["eval", "NEXT/kept/step_000002"]
-    ((status, said),) = run_ranks(1, _eval, str(tmp_path), words)
-    assert status == 2
-    assert "NEXT/kept/step_000002: no config.json" in said
+
+
+def last_validation(run: Path) -> dict[str, float]:
+    line = json.loads((run / "metrics/actor.jsonl").read_text().splitlines()[-1])
+    return {name: line[name] for name in MEASURED}
 
 
 MEASURED = ("val/score/mean", "val/rows", "val/response_length/mean")

@@ -534,7 +534,7 @@ OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
 @pytest.mark.parametrize(
     ("world", "placement", "value_mini_batches", "changes"),
     [
-        (1, {}, 1, {}),
+        wide(1, {}, 1, {}),
         (1, {}, BATCH, {"importance": "sequence"}),
         wide(3, {"placement__actor": 1}, BATCH, {"importance": "sequence"}),
         wide(
@@ -635,7 +635,7 @@ FLAGS = {
         wide(
             "frozen embeddings", 2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}
         ),
-        ("bounded", 2, {"placement__actor": 1}),
+        ("bounded", 1, {}),
         wide("bounded", 3, {"placement__actor": 1}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__sequence_parallel": 2}),
         wide("bounded", 2, {"placement__mode": "colocated", "value__tensor_parallel": 2}),

@@ -14,7 +14,6 @@ import pytest
 from devices import needs
 from ranks import run_ranks
 from runs import main_rank, records
-from tiers import wide
 
 from splitppo.config import Config, DataConfig, EnvConfig, RewardConfig
 from splitppo.config.cli import parse
@@ -64,9 +63,10 @@ SMALL = (
 ).split()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("heading", "world"),
-    [("A task of reasoning_gym", 1), wide("Several tasks", 2), wide("A game of textarena", 2)],
+    [("A task of reasoning_gym", 1), ("Several tasks", 2), ("A game of textarena", 2)],
 )
 def test_the_pages_commands_train(heading: str, world: int, tmp_path: Path):
     (command,) = typed(heading)
@@ -86,6 +86,7 @@ def test_a_harder_run_goes_on_from_an_easy_one(tmp_path: Path, monkeypatch: pyte
     run_ranks(2, main_rank, [*easy, *SMALL, "--steps=1"])
     run_ranks(2, main_rank, [*hard, *SMALL, "--steps=2"])
     first, second = (records(tmp_path / "runs" / name, "actor") for name in ("easy", "hard"))
+    assert records(tmp_path / "runs" / "hard", "critic")[-1]["critic/reward_failures"] == 0
     assert [line["step"] for line in first if line["step"]] == [1]
     assert [line["step"] for line in second if line["step"]] == [2]
     (sample,) = (tmp_path / "runs" / "hard" / "samples").iterdir()

@@ -138,18 +138,18 @@ def test_first_words_after_an_install(built: Path, tmp_path: Path) -> None:
     def python(*words: str | Path) -> str:
         return run(sys.executable, *words, cwd=empty, PYTHONPATH=str(target)).strip()
 
-    assert Path(python("-c", "import splitppo; print(splitppo.__file__)")).is_relative_to(target)
     assert "prepare" in python(target / "bin" / "splitppo", "--help")
     version = python(target / "bin" / "splitppo", "--version")
     assert version == f"splitppo {__version__}"
     assert version.endswith(metadata(contents(built))["Version"])
     # a message that names a page
-    lines = "from splitppo.config.cli import kept_rates, parse"
+    lines = "from splitppo.config.cli import __file__, kept_rates, parse"
     flags = ["--config=gsm8k/qwen2.5_0.5b", "--policy.lora.rank=8"]
-    warned = python("-c", f"{lines}; print(kept_rates(parse({flags}), {flags}))")
+    said = python("-c", f"{lines}; print(__file__); print(kept_rates(parse({flags}), {flags}))")
+    file, warned = said.splitlines()
+    assert Path(file).is_relative_to(target)
     (page,) = re.findall(r"\((https://\S+)\)", warned)
     assert (ROOT / page.removeprefix(f"{FILES}/")).is_file()
-    assert "resolved: " in python("-m", "splitppo.train", "--dry-run", "--world-size=2")
     assert list(empty.iterdir()) == []
 
 
@@ -167,6 +167,8 @@ def test_the_first_command_eval_and_report_from_the_wheel_alone(
     variables = {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (first,) = re.findall(r"&& (splitppo train .* && splitppo report)$", readme, re.M)
+    dry = run(programs / "splitppo", "train", "--dry-run", "--world-size=2", cwd=tmp_path)
+    assert "resolved: " in dry
     lines = run("bash", "-ec", f"{first} && splitppo eval runs/*", cwd=tmp_path, **variables)
     assert re.search(r"held-out     score 0\.000 at step 0, 1\.000 at step", lines), lines
     (page,) = tmp_path.glob("runs/*/report.html")

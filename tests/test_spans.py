@@ -71,7 +71,7 @@ def check(
 @pytest.mark.parametrize(
     ("world", "hyper", "flags"),
     [
-        (2, {}, {"placement__actor": 1}),
+        wide(2, {}, {"placement__actor": 1}),
         wide(3, {"lam": "adaptive", "lam_alpha": 0.3, "lam_value": 1.0}, {"placement__actor": 2}),
         wide(3, {}, {"placement__actor": 1}),
         wide(2, {}, {"placement__mode": "colocated", "fsdp__tensor_parallel": 2}),

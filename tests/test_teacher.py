@@ -96,7 +96,7 @@ def hinted(inputs: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world", "distill", "changes"),
     [
-        (2, {}, ALONE | {"placement__actor": 1}),
+        wide(2, {}, ALONE | {"placement__actor": 1}),
         (1, TOP, {}),
         wide(3, {}, {"placement__actor": 2}),
         wide(3, TOP | {"divergence": "jsd"}, ALONE | {"placement__actor": 2}),

@@ -33,18 +33,7 @@ from splitppo.job.collectives import Group
 # the store. CUDA can't be forked at all: with GPUs in sight, each rank is a new interpreter.
 START = "spawn" if gpus() else "forkserver"
 FRESH: Any = multiprocessing.get_context(START)
-IMPORTS = [
-    "splitppo.train",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.bert.modeling_bert",
-    "pytest",
-    "warm",
-]
-FRESH.set_forkserver_preload(IMPORTS)
+FRESH.set_forkserver_preload(["warm"])
 
 
 def fresh_process(target: Callable[..., object], *args: Any) -> Any:

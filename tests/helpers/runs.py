@@ -1,6 +1,8 @@
 """Small runs, what they leave behind, and checkpoints that hold nothing."""
 
+import contextlib
 import fcntl
+import io
 import json
 import os
 import signal
@@ -13,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosts import enter
-from ranks import START, fresh_process
+from ranks import START, fresh_process, run_ranks
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
+from splitppo import __main__ as tools
 from splitppo import train
 from splitppo.run import checkpoint
 
@@ -33,6 +37,31 @@ def main_rank(rank: int, argv: list[str]) -> int:
     if status:
         raise RuntimeError(f"exit status {status}")
     return status
+
+
+def in_one_process(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
+    """Exit status and screen of commands of one rank, one after the other, in a folder: flags of
+    the trainer, or `splitppo` and its words."""
+    return run_ranks(1, _run_all, str(folder), commands)[0]
+
+
+def _run_all(_: int, folder: str, commands: Sequence[list[str]]) -> list[tuple[int, str]]:
+    del os.environ["RANK"]
+    os.chdir(folder)
+    return [run_command(argv) for argv in commands]
+
+
+def run_command(argv: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        if argv[0] == "splitppo":
+            sys.argv = argv
+            status = tools.main()
+        else:
+            status = train.main(argv)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status, said.getvalue()
 
 
 def records(run_dir: Path, role: str) -> list[dict]:

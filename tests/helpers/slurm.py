@@ -58,10 +58,8 @@ PartitionName=first Nodes=n0,n1 MaxTime=60 State=UP PriorityTier=10
 FORKING = """#!{python}
 import sys
 sys.path.insert(0, "{helpers}")
-from ranks import IMPORTS
+import warm
 from runs import forking_torchrun
-for name in IMPORTS:
-    __import__(name)
 at = sys.argv.index("splitppo.train")
 forking_torchrun(sys.argv[1 : at - 1], sys.modules["splitppo.train"].main, sys.argv[at + 1 :])
 """

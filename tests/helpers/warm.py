@@ -2,12 +2,26 @@
 anew, once for all."""
 
 import gc
+import importlib
 
 from kept import keep_costs, keep_flags, keep_mismatches
 
-from splitppo.config.cli import parse
-from splitppo.models.build import build
-from splitppo.models.tiny import model_config
+gc.disable()  # all that is imported stays
+for name in (
+    "splitppo.train",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.bert.modeling_bert",
+    "pytest",
+):
+    importlib.import_module(name)
+
+from splitppo.config.cli import parse  # noqa: E402
+from splitppo.models.build import build  # noqa: E402
+from splitppo.models.tiny import model_config  # noqa: E402
 
 keep_flags()
 keep_mismatches()
@@ -17,3 +31,4 @@ for kind in ("policy", "value"):
     build(model_config(), kind)
 gc.collect()
 gc.freeze()
+gc.enable()

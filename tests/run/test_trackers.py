@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from devices import needs
-from ranks import run_ranks
-from runs import main_rank
+from runs import in_one_process
 
 from splitppo.config import Config
 from splitppo.config.cli import parse
@@ -94,8 +93,8 @@ def wandb_files(run_dir: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """A run of 1+1 with all trackers: two steps, then two more after resuming. The last one is the
-    class of docs/parts.md, by the page's command."""
+    """A run with all trackers: two steps, then two more after resuming, by one process, since their
+    imports take seconds. The last one is the class of docs/parts.md, by the page's command."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
     page = PAGE.read_text(encoding="utf-8")
     (name,) = re.findall(r"--log.trackers (tracker.py:\w+)$", page, re.M)
@@ -108,8 +107,8 @@ def tracked(tmp_path_factory):
         patch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder.parent / 'mlflow'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        run_ranks(2, main_rank, [*argv, "--steps=2"])
-        run_ranks(2, main_rank, [*argv, "--steps=4"])
+        results = in_one_process(folder.parent, [*argv, "--steps=2"], [*argv, "--steps=4"])
+    assert [status for status, _ in results] == [0, 0], results
     return folder
 
 
