@@ -104,7 +104,7 @@ class ColumnLog:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self.screen.step(step, step_time, seconds, metrics)
+            self.screen.step(step, step_time, metrics)
             for notice in self.notices() if self.role == "actor" and step else ():
                 warn(notice)
         self.retries = 0

@@ -3,7 +3,7 @@ at its end."""
 
 import shlex
 import textwrap
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -116,12 +116,9 @@ class Screen:
         self.silent = False
         self.samples: Sequence[Mapping[str, Any]] = ()
 
-    def step(
-        self, step: int, took: float, spans: Mapping[str, float], metrics: Mapping[str, Any]
-    ) -> None:
-        """A step has ended: it took so many seconds, of which so many in each span. Prints its
-        line, if one is due. The first and the last step have one, and those with a validation or
-        skipped updates."""
+    def step(self, step: int, took: float, metrics: Mapping[str, Any]) -> None:
+        """A step has ended: it took so many seconds. Prints its line, if one is due. The first and
+        the last step have one, and those with a validation or skipped updates."""
         if self.silent:
             return
         self.times.append(took)
@@ -135,7 +132,7 @@ class Screen:
                 f"[{self.role}] step {step}: SKIPPED {skipped:g} updates: gradient not finite"
             )
         if step and (extra or self.since >= PAUSE or step == self.steps):
-            say(self._line(head, step, took, spans, metrics))
+            say(self._line(head, step, took, metrics))
             if self.samples and self.lines % SAMPLE_LINES == 0:
                 extra += _shown(self.samples[self.lines // SAMPLE_LINES % len(self.samples)])
             self.since = 0.0
@@ -143,16 +140,8 @@ class Screen:
         for line in extra:
             say(line)
 
-    def _line(
-        self,
-        head: str,
-        step: int,
-        took: float,
-        spans: Mapping[str, float],
-        metrics: Mapping[str, Any],
-    ) -> str:
-        """Figures, speed or time left, seconds. The longest span is last, and left out if there is
-        no room; all waits count as one."""
+    def _line(self, head: str, step: int, took: float, metrics: Mapping[str, Any]) -> str:
+        """Figures, speed or time left, seconds."""
         figures = [
             f"{name} {fixed(metrics.get(metric), *size)}"
             for name, metric, *size in FIGURES[self.role]
@@ -162,13 +151,7 @@ class Screen:
         else:
             left = round((self.steps - step) * median(self.times))
             figures.append(f"ETA {left // 3600:>2}:{left // 60 % 60:02}:{left % 60:02}")
-        line = "  ".join([head, *figures, f"step {fixed(took, 2, 4)} s"])
-        spent = defaultdict[str, float](float)
-        for name, seconds in spans.items():
-            spent["wait" if "wait" in name else name] += seconds
-        longest = sorted(spent.items(), key=lambda span: -span[1])[:1]
-        end = "".join(f" ({name} {fixed(seconds, 2, 4).strip()} s)" for name, seconds in longest)
-        return line + end if len(line + end) <= WIDTH else line
+        return "  ".join([head, *figures, f"step {fixed(took, 2, 4)} s"])
 
 
 def _shown(sample: Mapping[str, Any]) -> list[str]:

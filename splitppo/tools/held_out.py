@@ -70,7 +70,7 @@ def evaluate(name: str, flags: Sequence[str], out: Path | None) -> None:
     resolved, prompts = load_data(resolved)
     runtime = Runtime(launch, placement, device, config.timeout)
     lines: list[Mapping[str, Any]] = []
-    generator = Builder(resolved, runtime, Path(), None, prompts).generator()
+    generator = Builder(resolved, runtime, Path(), prompts).generator()
     validator = replace(
         generator.validator,
         write=lambda _, rows: lines.extend(rows),

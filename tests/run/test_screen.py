@@ -27,12 +27,7 @@ def lines_of(
     """What the screen shows of some steps with these metrics."""
     screen = Screen(role, steps)
     for step, metrics in enumerate(each, start + 1):
-        screen.step(
-            step,
-            took,
-            {"update": 0.625 * took, "wait_rollouts": 0.2 * took, "wait_critic": 0.1},
-            metrics,
-        )
+        screen.step(step, took, metrics)
     return capsys.readouterr().out.splitlines()
 
 
@@ -40,15 +35,10 @@ def test_a_steps_line_names_its_figures_and_its_seconds(capsys) -> None:
     (line,) = lines_of(
         "critic", 13, {"critic/vf_loss": 2.0, "critic/score/mean": 0.6251}, capsys=capsys, start=6
     )
-    expected = (
-        "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s (update "
-        "1.25 s)"
-    )
+    expected = "[critic] step 7/13 score 0.625 ev - kl_row - loss 2.000 ETA 0:00:12 step 2.00 s"
     assert " ".join(line.split()) == expected
     (line,) = lines_of("actor", 13, {"actor/entropy": 1.25, "tokens": 300}, capsys=capsys)
-    expected = (
-        "[actor] step 1/13 loss - entropy 1.250 len - cut - 150 tok/s step 2.00 s (update 1.25 s)"
-    )
+    expected = "[actor] step 1/13 loss - entropy 1.250 len - cut - 150 tok/s step 2.00 s"
     assert " ".join(line.split()) == expected
 
 
@@ -67,7 +57,7 @@ def test_columns_do_not_jump(role: Any, capsys) -> None:
     assert len(lines) == len(values)
     assert len({*map(tuple, starts)}) == 1
     assert max(map(len, lines)) <= WIDTH
-    assert lines[0].endswith(" step 75.0 s (update 46.9 s)")
+    assert lines[0].endswith(" step 75.0 s")
 
 
 @pytest.mark.parametrize(
@@ -82,15 +72,6 @@ def test_a_number_in_six_columns(value: float | None, text: str) -> None:
     assert fixed(value, 3, 6) == text
 
 
-def test_waits_count_as_one_and_a_long_line_loses_its_longest_span(capsys) -> None:
-    spans = {"wait_rollouts": 3.0, "wait_logprobs": 2.0, "update": 4.0}
-    for steps, shown in ((100, True), (10**7, False)):
-        Screen("critic", steps).step(1, 10.0, spans, {})
-        line = capsys.readouterr().out.rstrip("\n")
-        assert line.endswith("  step 10.0 s" + " (wait 5.00 s)" * shown)
-        assert len(line) <= WIDTH
-
-
 def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(capsys) -> None:
     each: list[dict[str, Any]] = [{} for _ in range(40)]
     each[7] = {"actor/skipped": 1.0}
@@ -100,7 +81,7 @@ def test_short_steps_have_a_line_a_second_beside_those_that_always_have_one(caps
     assert shown == [1, 8, 10, 18, 26, 34, 40]
     assert "SKIPPED 1 " in lines[2]
     assert lines[4] == "[actor]  step 10/40  held-out score 0.500"
-    Screen("actor", 40).step(0, 1.0, {}, VALIDATION)
+    Screen("actor", 40).step(0, 1.0, VALIDATION)
     assert capsys.readouterr().out.splitlines() == ["[actor]  step  0/40  held-out score 0.500"]
 
 
@@ -109,7 +90,7 @@ def test_a_sample_stands_below_each_tenth_line(capsys) -> None:
     for step in range(1, 22):
         samples = [{"question": f"q{step}\nnext", "response": "\x1b[2J" + "7" * 500, "score": 0.25}]
         screen.samples = [*samples, {"question": "weit: \u6c34" * 90, "response": "", "score": 1}]
-        screen.step(step, 2.0, {}, {})
+        screen.step(step, 2.0, {})
     lines = capsys.readouterr().out.splitlines()
     assert [n for n, line in enumerate(lines) if "question" in line] == [1, 13, 25]
     assert lines[1] == "[critic] question  q1 next"
@@ -129,7 +110,7 @@ def test_the_rest_of_the_time_is_taken_from_the_median_step(
 ) -> None:
     screen = Screen("critic", 10)
     for step, took in enumerate((60.0, 2.0, 2.0), 1):
-        screen.step(step, took, {}, {})
+        screen.step(step, took, {})
     assert "ETA  0:00:14" in capsys.readouterr().out.splitlines()[-1]
 
 
