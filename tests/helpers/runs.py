@@ -39,23 +39,23 @@ def main_rank(rank: int, argv: list[str]) -> int:
     return status
 
 
-def in_one_process(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
+def in_one_process(folder: Path, *commands: Sequence[str]) -> list[tuple[int, str]]:
     """Exit status and screen of commands of one rank, one after the other, in a folder: flags of
     the trainer, or `splitppo` and its words."""
     return run_ranks(1, _run_all, str(folder), commands)[0]
 
 
-def _run_all(_: int, folder: str, commands: Sequence[list[str]]) -> list[tuple[int, str]]:
+def _run_all(_: int, folder: str, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
     del os.environ["RANK"]
     os.chdir(folder)
     return [run_command(argv) for argv in commands]
 
 
-def run_command(argv: list[str]) -> tuple[int, str]:
+def run_command(argv: Sequence[str]) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         if argv[0] == "splitppo":
-            sys.argv = argv
+            sys.argv = [*argv]
             status = tools.main()
         else:
             status = train.main(argv)
