@@ -112,7 +112,7 @@ def trained_adapter(inputs, tmp_path_factory) -> Path:
             {
                 **SHARED,
                 **COLOCATED,
-                "fsdp__sequence_parallel": 2,
+                "fsdp__tensor_parallel": 2,
                 "fsdp__shard_size": 2,
                 "compute__packing": "on",
                 "compute__activation_checkpointing": "",
@@ -542,10 +542,6 @@ WRONG: dict[str, list[str]] = {
     "sequence_parallel=1 for the policy and tensor_parallel=2": [
         *ONE_BASE,
         "--value.tensor-parallel=2",
-    ],
-    "with tensor_parallel=2: LoRA is not split in this version; use sequence_parallel": [
-        BOTH[0],
-        *("--world-size=2", "--placement.mode=colocated", "--fsdp.tensor-parallel=2"),
     ],
     "use placement.mode=colocated": [*BOTH, "--value.share-base", "--world-size=2"],
     "policy.lora.rank=2: the adapter in {adapter} has 3; set --policy.lora.rank 3": [

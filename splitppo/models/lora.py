@@ -4,7 +4,7 @@ peft makes the modules. Beside a layer's weight W `[out, in]` stand A `[rank, in
 `[out, rank]` in float32, and the layer computes W x + scale B A x with scale = alpha / rank. W has
 the precision of forward passes and never changes: engines and exports get W + scale B A, computed
 on the way. A module may hold two sets of adapters, the policy's and the value model's, of which one
-is on.
+is on. In a tensor-parallel set, A is cut as W is by its inputs, B as W is by its outputs.
 """
 
 import json
@@ -29,7 +29,7 @@ from splitppo.models.experts import experts_of
 from splitppo.models.names import ADAPTER, HEAD, hf_name, weights_of
 from splitppo.models.sharding import bounds, described, gather_full, local
 from splitppo.models.stored import Stored, open_tensors
-from splitppo.models.tensor import parts_of
+from splitppo.models.tensor import cut_adapter
 from splitppo.models.trainable import Trainable
 from splitppo.models.weights import draw
 
@@ -109,9 +109,7 @@ class Adapter(Trainable):
 
     def add(self, model: nn.Module) -> None:
         """Freezes all but adapters and scalar head. Raises a UserError if a target matches no
-        layer, or peft is not installed; ValueError if the layers are cut (tensor.py)."""
-        if parts_of(model).axes:
-            raise ValueError("LoRA is not split in this version; use sequence_parallel instead")
+        layer, or peft is not installed."""
         layers = self.layers(model)
         rank = self.settings.rank
         need("peft", f"{self.where or f'{self.kind}.lora.'}rank={rank}", "'splitppo[lora]'")
@@ -126,6 +124,8 @@ class Adapter(Trainable):
             weight.requires_grad_(name in HEAD or bool(re.search(ADAPTER, name)))
         for name in getattr(model, "float32", ()):
             model.get_submodule(name).float()
+        for layer in layers:
+            cut_adapter(model, layer, self.pair(layer))
 
     def stored(self, model: nn.Module, folder: Path) -> Stored:
         """The adapters and the head in a folder, by peft's names. Raises a UserError if they can't

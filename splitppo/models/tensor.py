@@ -8,8 +8,8 @@ section 3). All else, embeddings and output layer included, runs whole on every 
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from splitppo.errors import UserError
 from splitppo.job.collectives import TensorSet
-from splitppo.models.build import build
+from splitppo.models.build import Kind, build
 from splitppo.models.experts import experts_of
 
 AXES = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
@@ -54,13 +54,11 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def check_plan(config: PretrainedConfig, trainable: Any, size: int, setting: str) -> None:
+def check_plan(config: PretrainedConfig, kind: Kind, size: int, setting: str) -> None:
     """Raises a UserError that begins with `setting` if the model's layers can't be cut into `size`
-    parts, or `trainable` (trainable.py) adds what can't."""
-    model = build(config, trainable.kind)
+    parts."""
     try:
-        cut_layers(model, size)
-        trainable.add(model)
+        cut_layers(build(config, kind), size)
     except ValueError as error:
         raise UserError(
             f"{setting} with tensor_parallel={size}: {error}; "
@@ -108,6 +106,27 @@ def cut_layers(model: nn.Module, size: int, ranks: TensorSet | None = None) -> N
             if styles.get(name.rpartition(".")[0]) == PARTIAL
         ),
     )
+
+
+def cut_adapter(model: nn.Module, layer: str, pair: Sequence[str]) -> None:
+    """Cuts the adapters beside a layer as the layer is cut (lora.py); `pair`: the names of their
+    weights A and B."""
+    parts = parts_of(model)
+    axis = parts.axes.get(f"{layer}.weight")
+    if axis is None or parts.ranks is None:
+        return
+    modules = [model.get_submodule(name.rpartition(".")[0]) for name in pair]
+    number = 1 - axis  # B has the layer's outputs, A its inputs
+    cut: Any = modules[number]
+    cut.weight = nn.Parameter(cut.weight.detach().chunk(parts.ranks.size, axis)[0].clone())
+    partial = parts.partial
+    if number == 0:
+        cut.__class__ = _RowLinear
+        cut.group = parts.ranks.group.group_name
+    else:
+        partial = (*partial, pair[0])
+    axes = {**parts.axes, pair[number]: axis}
+    cast(Any, model).parts = replace(parts, axes=axes, partial=partial)
 
 
 def _styles(model: nn.Module, size: int) -> dict[str, str]:

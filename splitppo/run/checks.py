@@ -55,7 +55,7 @@ def preflight(resolved: Resolved) -> None:
     check_groups(resolved)
     for name, model in resolved.models.items():
         if (size := config.set_shape(name).tensor) > 1:
-            check_plan(model.config, model.trainable, size, f"{setting_of(name)}={model.name}")
+            check_plan(model.config, model.kind, size, f"{setting_of(name)}={model.name}")
     if config.policy.replay_routing == "on" and (why := resolved.unreplayed):
         raise UserError(f"policy.replay_routing=on: {why}; use auto")
     if coef := config.policy.router_aux_coef:

@@ -513,7 +513,7 @@ def test_a_loss_that_no_family_has_is_refused(name: str, lacks: str, tmp_path: P
 def test_what_experts_can_not_do_is_refused_by_name() -> None:
     config = configured("olmoe", EXPERTS)
     with pytest.raises(UserError, match="tensor_parallel=2: type 'olmoe' has experts"):
-        check_plan(config, Trainable("policy"), 2, "fsdp")
+        check_plan(config, "policy", 2, "fsdp")
     with pytest.raises(UserError, match=r"lora\.targets=gate_up_proj .* experts"):
         count(config, Adapter("policy", LoraConfig(rank=2, targets=("gate_up_proj",))))
     shared = configured(*PLAIN["glm4-moe"][:2])

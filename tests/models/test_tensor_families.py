@@ -18,7 +18,6 @@ from splitppo.models.build import build
 from splitppo.models.heads import PolicyOutputs
 from splitppo.models.sharding import gradient_norm, parallelize
 from splitppo.models.tensor import check_plan
-from splitppo.models.trainable import Trainable
 from splitppo.models.weights import fill
 from splitppo.placement import SetShape, place
 
@@ -34,7 +33,7 @@ def test_layers_in_several_lists_are_refused_by_name(kind, settings):
         UserError,
         match=f"policy.path=it .*: the tensor-parallel plan of .*{kind}.* outside its layers",
     ):
-        check_plan(configured(kind, settings), Trainable("policy"), 2, "policy.path=it")
+        check_plan(configured(kind, settings), "policy", 2, "policy.path=it")
 
 
 @pytest.mark.families
@@ -64,7 +63,7 @@ def family_rank(rank):
     for name, (kind, settings, _) in PLAIN.items():
         config, numbers = configured(kind, settings), []
         try:
-            check_plan(config, Trainable("policy"), 2, name)
+            check_plan(config, "policy", 2, name)
         except UserError as error:
             found[name] = str(error)
             continue
