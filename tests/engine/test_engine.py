@@ -174,9 +174,10 @@ def start_vllm(
     *,
     routes: bool = False,
     kv_bytes: int = 2**27,
+    ranks: int = 1,
     **changes: Any,
 ) -> Any:
-    """An engine on the CPU, or on the GPUs."""
+    """An engine on the CPU, of so many ranks, or on the GPUs."""
     config.architectures = config.architectures or ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     # strings end rows in the larger engines; the others need no tokenizer
@@ -185,7 +186,7 @@ def start_vllm(
         tokenizer.save_pretrained(folder)
     plan = Plan(
         config=Config(
-            engine=EngineConfig(tensor_parallel=max(GPUS, 1), eager=True),
+            engine=EngineConfig(tensor_parallel=GPUS or ranks, eager=True),
             rollout=RolloutConfig(max_new_tokens=1024, stop=stop),
         ),
         folder=str(folder),
@@ -201,7 +202,7 @@ def start_vllm(
         threads=1,
     )
     process = Process([visible_device(i) for i in range(GPUS)], plan)
-    devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU]
+    devices = [torch.device("cuda", i) for i in range(GPUS)] or [CPU] * ranks
     for device in devices if GPUS else []:
         # CUDA and its IPC are not begun by several threads at once
         reduce_tensor(torch.zeros(1, device=device))

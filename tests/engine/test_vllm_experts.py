@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 from devices import skip_without_vllm
+from mixtures import write_mixture
+from test_dialogues import write_game
 from test_engine import (
     CLOSE,
     ENGINES,
@@ -23,12 +25,14 @@ from test_engine import (
     start_vllm,
 )
 from test_families import EXPERTS, GROUPS, MIXED
+from test_vllm import job
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from splitppo.engine.vllm.client import VLLMEngine
 from splitppo.models.experts import Load
 
+__all__ = ["job"]  # a fixture
 SIZE: dict[str, Any] = {
     "vocab_size": PADDED,
     "hidden_size": 64,
@@ -113,6 +117,34 @@ def test_rows_that_vllm_preempts_keep_their_experts(tmp_path: Path) -> None:
     requests = [Request(row, [EOS + 2 + row], 320) for row in (1, 2)]
     a_token = 2 * 2 * 2 * 32 * 4  # bytes: keys and values, layers, heads, their width, float32
     check_rows(tmp_path, model, requests, kv_bytes=1280 * a_token)
+
+
+@pytest.mark.vllm
+@pytest.mark.wide
+@ENGINES
+def test_a_tensor_parallel_engine_tells_experts(tmp_path: Path) -> None:
+    skip_without_vllm()
+    requests = [Request(row, [EOS + 2] * row, 6) for row in (3, 200)]
+    check_rows(tmp_path, make_model("qwen3_moe"), requests, ranks=2)
+
+
+@pytest.mark.vllm
+@pytest.mark.wide
+def test_a_run_with_an_environment_replays_what_vllm_chose(job: Any, tmp_path: Path) -> None:
+    """Each row is trained on once, by the weights that sampled it: the trainer's routers would have
+    chosen the same."""
+    write_mixture(tmp_path / "policy", "qwen3_moe", 1, head_dim=32)
+    write_game(tmp_path)
+    files = (f"--policy.path={tmp_path / 'policy'}", f"--env.path={tmp_path / 'env.py'}:Env")
+    reward = f"--reward.function={tmp_path / 'reward.py'}:score"
+    short = ("--steps=2", "--rollout.batch-size=8", "--rollout.max-new-tokens=12")
+    once = ("--policy.replay-routing=on", "--ppo.epochs=1", "--log.validate-every=0")
+    run = job(2, *files, reward, *short, *once)
+    assert run.ends(within=120) == 0, run.said()
+    for line in run.records():
+        assert line["env/turns"] > 8
+        assert line["actor/routes_differ"] == 0
+        assert line["actor/mismatch_max"] < 1e-4
 
 
 def make_model(kind: str) -> Any:
