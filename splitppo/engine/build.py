@@ -1,11 +1,9 @@
 """Which engine a run uses, and the checks on it."""
 
-import torch
 from transformers import PretrainedConfig
 
 from splitppo.config import Config
 from splitppo.engine.vllm import vllm_version
-from splitppo.engine.vllm.plan import kv_bytes_per_token, kv_cache_bytes
 from splitppo.errors import DOCS, UserError
 from splitppo.placement import Placement, check_cut
 
@@ -115,19 +113,6 @@ def _check_installed(device: str) -> None:
         raise UserError(
             f"vLLM {installed} does not run on the device {device}; {remedy}, or --engine.kind hf"
         )
-
-
-def kv_cache(
-    config: Config, model: PretrainedConfig, dtype: torch.dtype, parameters: int, **sizes: int
-) -> int:
-    """Bytes of an engine's KV cache; `sizes` are the arguments of `kv_cache_bytes`."""
-    size = config.engine.tensor_parallel
-    return kv_cache_bytes(
-        kv_bytes_per_token(model, dtype, size),
-        weights=parameters * dtype.itemsize // size,
-        fraction=config.engine.memory_fraction,
-        **sizes,
-    )
 
 
 def most_rows(config: Config, ranks: int) -> int:

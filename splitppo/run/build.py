@@ -15,10 +15,10 @@ from splitppo.critic import Critic
 from splitppo.critic.baselines import Baseline, BoundedValues, Mean, UsersAdvantages, Values
 from splitppo.critic.teacher import Teacher
 from splitppo.engine import RolloutEngine
-from splitppo.engine.build import kv_cache, most_rows
+from splitppo.engine.build import most_rows
 from splitppo.engine.hf import HFEngine
 from splitppo.engine.vllm.client import VLLMEngine
-from splitppo.engine.vllm.plan import Plan
+from splitppo.engine.vllm.plan import Plan, kv_bytes_per_token, kv_cache_bytes
 from splitppo.engine.vllm.process import Process, visible_device
 from splitppo.envs.player import Player, SingleTurn, players_of
 from splitppo.errors import say
@@ -172,7 +172,8 @@ class Builder:
         resolved = self.resolved
         config = self.config
         launch = self.runtime.launch
-        rows = min(config.engine.max_rows, most_rows(config, ranks)) * config.engine.tensor_parallel
+        size = config.engine.tensor_parallel
+        rows = min(config.engine.max_rows, most_rows(config, ranks)) * size
         prompts = self.training.prompts + self.validation.prompts
         longest = max(len(prompt.tokens) for prompt in prompts)
         tokens = config.rollout.max_context or longest + config.rollout.max_new_tokens
@@ -185,14 +186,13 @@ class Builder:
             dtype=str(resolved.dtype).removeprefix("torch."),
             max_rows=rows,
             max_tokens=tokens,
-            kv_bytes=kv_cache(
-                config,
-                policy.config,
-                resolved.dtype,
-                policy.counts.parameters,
+            kv_bytes=kv_cache_bytes(
+                kv_bytes_per_token(policy.config, resolved.dtype, size),
                 rows=rows,
                 tokens=tokens,
+                weights=policy.counts.parameters * resolved.dtype.itemsize // size,
                 total=total,
+                fraction=config.engine.memory_fraction,
             ),
             eos=tuple(sorted(resolved.eos)),
             vocabulary=resolved.vocabulary_size,
