@@ -163,11 +163,17 @@ class Player:
             return row.awaits
         one = self._rows.setdefault(row.row, _Row())
         before = [*row.prompt]
-        for number, (said, heard) in enumerate(ended):
-            if number == len(one.said):
-                one.said.append(self._spoken(one, before, said))
-            before += [*said, *heard]
-        if not one.broken:
+        try:
+            for number, (said, heard) in enumerate(ended):
+                if number == len(one.said):
+                    one.said.append(self.turns.spoken(before, said))
+                before += [*said, *heard]
+        except Exception as error:  # what the policy said can't be read
+            one.broken = self._invalid(error)
+        if one.broken:
+            one.answer = Future()  # the environment does not hear this
+            one.answer.set_result(one.broken)
+        else:
             one.answer = self.pool.play(one.key, _columns(prompt), seed, one.said)
         return True
 
@@ -262,16 +268,6 @@ class Player:
             if wrong := self._wrong(row, prompt.ids, turns):
                 return Failure(self.pool.name, "replay" if row.segments else "invalid", wrong)
         return self._answer(row, heard[-1]) if row.awaits else Reply(row.row, prompt)
-
-    def _spoken(self, one: _Row, before: Sequence[int], said: Sequence[int]) -> Message:
-        """What the policy said in a turn; without a word if that can't be read."""
-        try:
-            return self.turns.spoken(before, said)
-        except Exception as error:
-            one.broken = self._invalid(error)
-            one.answer = Future()  # the environment does not hear this
-            one.answer.set_result(one.broken)
-            return Message("assistant", "")
 
     def _invalid(self, error: Exception) -> Failure:
         text = str(error) if isinstance(error, UserError) else describe(error)
