@@ -1,11 +1,12 @@
 """`splitppo prepare`: the data of the presets, in verl's schema."""
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import regex
 import tyro
 
 from splitppo.errors import UserError
@@ -34,17 +35,57 @@ def write_folder(out: Path, files: Sequence[str], build: Callable[[Path], str]) 
     print(done)
 
 
-REPO = "openai/gsm8k"  # of the hub; also the rows' data_source
-FILE = "main/{}-00000-of-00001.parquet"  # there; {} is the split
-INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's
-PAGE = "https://github.com/openai/grade-school-math (train.jsonl and test.jsonl)"
+# the number after "####" at the end; what a pair of braces holds, or without braces the rest of the
+# formula; an escaped brace is part of the answer, and one that is not closed leaves none
+ANSWER = regex.compile(
+    r"####\s*(-?[0-9.,]+)\s*$"
+    r"|\\(?:boxed|fbox)(?![a-zA-Z])\s*+"
+    r"(?:\{((?:[^{}\\]|\\.|\{(?2)\})*+)\}|((?!\{).*?)(?=\$|\\[])]|\n|$)|)",
+    regex.DOTALL,
+)
 
 
-def locate_split(source: Path | None, split: str) -> str:
+def answer_of(solution: str) -> str:
+    r"""The answer in a published solution, or "": the number after `####` at its end, without
+    commas, or what the last `\boxed` or `\fbox` holds."""
+    *_, (number, braced, bare) = [("", "", ""), *ANSWER.findall(solution, overlapped=True)]
+    return number.replace(",", "") or (braced or bare).strip()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set as it is published."""
+
+    repo: str  # of the hub; also the rows' data_source
+    file: str  # there; {} is the split
+    columns: tuple[str, ...]  # question, solution, and what verl's files keep
+    instruction: str  # verl's, to the letter
+    page: str
+
+
+DATA = {
+    "gsm8k": Published(
+        repo="openai/gsm8k",
+        file="main/{}-00000-of-00001.parquet",
+        columns=("question", "answer"),
+        instruction='Let\'s think step by step and output the final answer after "####".',
+        page="https://github.com/openai/grade-school-math (train.jsonl and test.jsonl)",
+    ),
+    "math": Published(
+        repo="DigitalLearningGmbH/MATH-lighteval",
+        file="data/{}-00000-of-00001.parquet",
+        columns=("problem", "solution", "level", "type"),
+        instruction="Let's think step by step and output the final answer within \\boxed{}.",
+        page="https://huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval (the folder data)",
+    ),
+}
+
+
+def locate_split(data: Published, source: Path | None, split: str) -> str:
     """The file of a split: in the folder `source`, or else in the hub's cache, where it is
     downloaded if need be."""
-    name = FILE.format(split)
-    remedy = f"download it from {PAGE} and give --source FOLDER"
+    name = data.file.format(split)
+    remedy = f"download it from {data.page} and give --source FOLDER"
     if source is not None:
         names = [f"{split}.jsonl", f"{split}.parquet", name]
         if existing := [str(source / name) for name in names if (source / name).is_file()]:
@@ -53,42 +94,49 @@ def locate_split(source: Path | None, split: str) -> str:
     from splitppo.models.hub import find  # slow to import
 
     try:
-        return find("data.files", f"hf://datasets/{REPO}/{name}")[1]
+        return find("data.files", f"hf://datasets/{data.repo}/{name}")[1]
     except UserError as error:
         raise UserError(f"{error}, or {remedy}") from error
 
 
-def verl_rows(split: str, file: str) -> list[dict[str, Any]]:
-    """The rows of a file in verl's schema. The ground truth is the number after `####` at a
-    solution's end, without commas."""
+def verl_rows(data: Published, split: str, file: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file in verl's schema, and a note about those without an answer, which are left
+    out."""
     from splitppo.data.raw import raw_rows  # imports pyarrow
 
     rows = []
-    for index, (number, row) in enumerate(raw_rows(file, "source", {"question", "answer"})):
+    left_out = []
+    for index, (number, row) in enumerate(raw_rows(file, "source", set(data.columns))):
         fields = row if isinstance(row, dict) else {}
-        question = fields.get("question")
-        solution = fields.get("answer")
-        truth = re.search(r"####\s*(-?[0-9.,]+)\s*$", str(solution))
-        if not (isinstance(question, str) and truth):
+        texts: dict[str, Any] = {name: fields.get(name) for name in data.columns}
+        if not all(isinstance(text, str) for text in texts.values()):
             raise UserError(
-                f"{file} row {number} must have a text `question`, and an `answer` that ends in "
-                "#### and a number; use the original published file"
+                f"{file} row {number} must have text in columns {' and '.join(data.columns)}; "
+                "use the original published file"
             )
+        question, solution = (texts.pop(name) for name in data.columns[:2])
+        if not (truth := answer_of(solution)):
+            left_out.append(number)
+            continue
         extra_info = {"answer": solution, "index": index, "question": question, "split": split}
         rows.append(
             {
-                "data_source": REPO,
-                "prompt": [{"content": f"{question} {INSTRUCTION}", "role": "user"}],
+                **texts,
+                "data_source": data.repo,
+                "prompt": [{"content": f"{question} {data.instruction}", "role": "user"}],
                 "ability": "math",
-                "reward_model": {"ground_truth": truth[1].replace(",", ""), "style": "rule"},
+                "reward_model": {"ground_truth": truth, "style": "rule"},
                 "extra_info": extra_info,
             }
         )
-    return rows
+    if not rows:
+        raise UserError(f"{file} holds no row with an answer; use the original published file")
+    lacking = f"; {len(left_out)} without an answer are left out, as row {min(left_out, default=0)}"
+    return rows, lacking if left_out else ""
 
 
 def prepare(
-    name: Annotated[Literal["gsm8k"], tyro.conf.Positional],
+    name: Annotated[Literal["gsm8k", "math"], tyro.conf.Positional],
     source: Path | None = None,
     out: Path | None = None,
 ) -> None:
@@ -110,9 +158,9 @@ def prepare(
         folder.mkdir()
         done = []
         for split in splits:
-            rows = verl_rows(split, locate_split(source, split))
+            rows, note = verl_rows(DATA[name], split, locate_split(DATA[name], source, split))
             parquet.write_table(Table.from_pylist(rows), folder / f"{split}.parquet")
-            done.append(f"{target / split}.parquet: {len(rows):,} rows")
+            done.append(f"{target / split}.parquet: {len(rows):,} rows{note}")
         return "\n".join(done)
 
     write_folder(target, [f"{split}.parquet" for split in splits], build)

@@ -18,7 +18,7 @@ from splitppo.data import load_prompts
 from splitppo.errors import UserError
 from splitppo.models.tiny import build_tokenizer
 from splitppo.rewards.scorer import check_prompts
-from splitppo.tools.prepare import FILE, prepare
+from splitppo.tools.prepare import DATA, answer_of, prepare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SOLUTION = "She sold 2,000/2 = <<2000/2=1000>>1,000.\n#### 1,000"
@@ -51,7 +51,7 @@ def parquet(file: Path, rows: list[Any]) -> None:
 def test_gsm8k_is_verls_to_the_letter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = [
         {"question": "How many?", "answer": SOLUTION},
-        {"question": "And now?", "answer": "None.\n#### -7 \n"},
+        {"question": "And now?", "answer": "None.\n#### -7"},
     ]
     jsonl(tmp_path / "source" / "train.jsonl", published)
     # as on the hub
@@ -87,6 +87,84 @@ def build_tokenizer_with_chat() -> Any:
     return tokenizer
 
 
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("a\n#### 72", "72"),
+        ("a\n#### -1,234.50 \n", "-1234.50"),
+        ("a\n####5", "5"),
+        ("#### 5 apples", ""),
+        ("no mark", ""),
+        (r"So $x = \boxed{5}$.", "5"),
+        (r"$\boxed{1}$, no: $\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"$\boxed{\sqrt{\frac{2}{x^{3}}}}$ and {more}", r"\sqrt{\frac{2}{x^{3}}}"),
+        # a brace that is not closed is escaped
+        (r"$\boxed{\left\{ 1, 2 \right.}$", r"\left\{ 1, 2 \right."),
+        (r"$\boxed{\text{a}\\{b}}$", r"\text{a}\\{b}"),
+        (r"$\fbox{7}$", "7"),
+        (r"$\boxed 5$ and more", "5"),
+        (r"\[ \boxed 5 \]", "5"),
+        (r"$\boxed {8}$", "8"),
+        (r"$\boxed5$", "5"),
+        (r"$\boxed 3$, and then $\boxed{4}$", "4"),
+        (r"$\boxed{4}$, and then $\boxed 3$", "3"),
+        (r"$\boxed{}$", ""),
+        (r"$\boxed{5", ""),
+        (r"$\boxedx{5}$", ""),
+        (r"$\boxed{4}$, and then $\boxed{5", ""),
+        (r"$\boxed{\fbox{6}}$", "6"),
+    ],
+)
+def test_answers(solution: str, answer: str) -> None:
+    assert answer_of(solution) == answer
+
+
+def test_math_keeps_level_and_type_and_leaves_out_rows_without_an_answer(
+    tmp_path: Path, capsys: Any
+) -> None:
+    def row(solution: str) -> dict[str, str]:
+        return {
+            "problem": "What is $x$?",
+            "level": "Level 5",
+            "solution": solution,
+            "type": "Algebra",
+        }
+
+    jsonl(tmp_path / "train.jsonl", [row("unboxed"), row(r"$\boxed{x^{2}}$"), row(r"$\boxed{}$")])
+    parquet(tmp_path / "test.parquet", [row(r"$\boxed 2$")])
+    prepare("math", tmp_path, tmp_path / "out")
+    (train,), (test,) = (
+        pyarrow.parquet.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist()
+        for split in ("train", "test")
+    )
+    assert train == {
+        "level": "Level 5",
+        "type": "Algebra",
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [
+            {
+                "content": "What is $x$? Let's think step by step and output the final answer "
+                "within \\boxed{}.",
+                "role": "user",
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"ground_truth": "x^{2}", "style": "rule"},
+        "extra_info": {
+            "answer": r"$\boxed{x^{2}}$",
+            "index": 1,
+            "question": "What is $x$?",
+            "split": "train",
+        },
+    }
+    assert test["reward_model"]["ground_truth"] == "2"
+    first, second = capsys.readouterr().out.splitlines()
+    assert "1 rows" in first
+    assert "2 without" in first
+    assert "row 1" in first
+    assert "without" not in second
+
+
 def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -97,7 +175,7 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "out").exists()
     folder = tmp_path / "hub" / "datasets--openai--gsm8k"
     for split in ("train", "test"):
-        name = FILE.format(split)
+        name = DATA["gsm8k"].file.format(split)
         parquet(
             folder / "snapshots" / ("a" * 40) / name,
             [{"question": "How many?", "answer": SOLUTION}],
@@ -115,11 +193,13 @@ def test_the_hubs_cache_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             None,
             r"--source .*: holds none of train\.jsonl, train\.parquet, main/train-.*https://github",
         ),
-        ([VERL_ROW], r"train\.jsonl row 1 must have a text `question`, and an `answer` that"),
-        ([{"question": 5, "answer": "#### 5"}], r"train\.jsonl row 1 must have"),
-        ([{"question": "a", "answer": 5}], r"train\.jsonl row 1 must have"),
-        ([[]], r"train\.jsonl row 1 must have"),
-        ([{"question": "a", "answer": "#### 5 apples"}], r"train\.jsonl row 1 must have"),
+        ([VERL_ROW], r"train\.jsonl row 1 must have text in columns question and answer; "),
+        (
+            [{"question": "a", "answer": 5}],
+            r"train\.jsonl row 1 must have text in columns question and answer; ",
+        ),
+        ([[]], r"train\.jsonl row 1 must have text in columns question and answer; "),
+        ([{"question": "a", "answer": "b"}], r"train\.jsonl holds no row with an answer; "),
     ],
 )
 def test_wrong_sources_leave_nothing_behind(
