@@ -115,8 +115,8 @@ def test_what_an_environment_says_has_the_trainers_experts(folders, tmp_path) ->
     changes |= {"fsdp__sequence_parallel": 2, "value__sequence_parallel": 1}
     changes |= {f"ppo__{name}": value for name, value in OLD.items()}
     seen = run(folder, tmp_path, 3, odd="exact", placement__actor=2, **changes)
-    heard = listener(folder)
-    compare(seen, reference(folder, seen, window=5, heard=heard, replays=True, **OLD))
+    like: Any = {"heard": listener(folder), "replays": True, **OLD}
+    compare(seen, reference(folder, seen, window=5, **like))
     assert all(line["env/turns"] > 0 for line in seen["lines"][:3])
 
 

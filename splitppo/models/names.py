@@ -56,7 +56,7 @@ class FolderNames:
         self._exact = "|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in exact)
         written: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
         # the renames from the model to folders; a prefix that some folders have is left out
-        self._reverse = [
+        self._reverse: list[Any] = [
             part.reverse_transform()
             for part in written[::-1]
             if isinstance(part, WeightRenaming) and not isinstance(part, PrefixChange)
