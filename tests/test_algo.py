@@ -167,6 +167,15 @@ def test_kl_by_hand(kind, want, slope):
     assert ref.grad is None
 
 
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(6.0, 1.0), (6.6, 1.001), (60.0, 1.002), (0.0, 0.998), (-3.0, 0.998)]
+)
+def test_the_kl_coefficient_follows_the_kl(kl: float, factor: float) -> None:
+    adapted = algo.adapt_kl_coef(0.5, kl, 100, target=6.0, horizon=10000)
+    assert adapted == pytest.approx(0.5 * factor)
+    assert algo.adapt_kl_coef(0.5, kl, 100, target=None, horizon=10000) == 0.5
+
+
 def test_k3_is_exact_near_zero():
     tiny = torch.tensor([[1e-4]])
     assert algo.kl_estimate(tiny, torch.zeros(1, 1), "k3").item() == pytest.approx(0.5e-8, rel=0.02)

@@ -89,7 +89,11 @@ def test_rewards_returns_and_explained_variance_by_hand():
         assert of["steps"] == (5.0, 0.0, 10.0)
         # two tokens are first: returns 5/2 and 0, less the values 1/2 and -1
         assert found["critic/vf_explained_var"] == pytest.approx(1 - (9 / 8) / (25 / 8))
-        assert (found["critic/kl_row"], found["critic/ref_kl"]) == (1.5, 1.0)
+        assert (found["critic/kl_row"], found["critic/ref_kl"], found["critic/kl_coef"]) == (
+            1.5,
+            1.0,
+            0.5,
+        )
 
 
 def test_without_a_spread_of_returns_none_of_it_is_explained():
@@ -122,6 +126,17 @@ def test_a_return_outside_the_range_of_bounded_values_ends_the_run_on_all_ranks(
     for message in run_threads(2, found):
         assert told in message
         assert bool(told) == message.startswith("value.range=2 3: ")
+
+
+def test_an_adaptive_coefficient_counts_from_the_next_step_on():
+    ppo = PPOConfig(kl_coef=0.5, kl_kind="k1", kl_target=1.0, kl_horizon=10)
+    config = Config(ppo=ppo, rollout=RolloutConfig(batch_size=2))
+    for found, critic in run_threads(2, advantages, config, [STEP, STEP], OLD_AND_REF):
+        # KL of a row 1.5, which is 0.5 too much; at most 0.2 counts, for 2 rows of 10
+        assert [metrics["critic/kl_coef"] for metrics, *_ in found] == pytest.approx(
+            [0.5, 0.5 * 1.04]
+        )
+        assert critic.kl_coef == pytest.approx(0.5 * 1.04**2)
 
 
 # The learner: a matrix and a bias of one number each

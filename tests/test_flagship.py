@@ -526,6 +526,8 @@ PRACTICE = {
     "importance": "token",
     "importance_cap": 1.05,
     "mask_truncated": True,
+    "kl_target": 0.002,
+    "kl_horizon": 100,
 }
 SCHEDULE = {"schedule": "linear", "min_lr_ratio": 0.25}  # of the policy
 OPTIM = {f"policy__optim__{name}": value for name, value in SCHEDULE.items()}
@@ -549,8 +551,9 @@ def test_what_is_practised_is_the_papers_too(
     inputs, tmp_path, world, placement, value_mini_batches, changes
 ):
     """Another lambda for the targets, a critic with epochs and mini-batches of its own and a head
-    start, truncated importance weights, truncated rows left out, a penalty for rows without an
-    end. The schedule begins with the policy's first update."""
+    start, truncated importance weights, truncated rows left out, an adaptive KL coefficient, a
+    penalty for rows without an end. Schedule and coefficient begin with the policy's first
+    update."""
     practice = PRACTICE | changes
     argv = {
         f"{'value' if name.startswith('pretrain') else 'ppo'}__{name}": value

@@ -132,7 +132,7 @@ def expected(
         "critic/advantages/mean": mean, "critic/returns/max": max(returns),
         "critic/values/min": min(values),
         "critic/vf_explained_var": 1 - inside(error) / inside(returns),
-        "critic/kl_row": sum(all_kl) / 4,
+        "critic/kl_coef": KL_COEF, "critic/kl_row": sum(all_kl) / 4,
         "critic/ref_kl": sum(all_kl) / 8, "critic/reward_failures": 0.0,
     }  # fmt: skip
     return (
@@ -390,17 +390,24 @@ def test_a_steps_line_is_written_before_its_checkpoint_counts():
 def test_the_critics_state_goes_through_json():
     def state_rank(group: Group) -> None:
         mean = Mean(context_of(), group)
-        before, after, other = (
-            Critic(context_of(*flags), group, mean, cast(Any, None), None)
-            for flags in ([], [], ["--reward.timeout=9"])
+        adaptive, fixed = (
+            ["--ppo.kl-coef=0.1", "--ppo.kl-target=6"],
+            ["--ppo.kl-coef=0.2", "--reward.timeout=9"],
         )
-        due = {"scores": [0.0, 0.0, 0.0], "failing": {}}
+        before, after, other = (
+            Critic(context_of(*ppo), group, mean, cast(Any, None), None)
+            for ppo in (adaptive, adaptive, fixed)
+        )
+        due = {"kl_coef": 0.1, "scores": [0.0, 0.0, 0.0], "failing": {}}
         assert before.state() == due | {"scored_by": before.scored_by}
+        before.kl_coef = 0.37
         before.past_scores = algo.moments(torch.tensor([1.0, 3.0, -5.0, 1.0]))
         state = json.loads(json.dumps(before.state()))
         after.load_state(state)
+        assert after.kl_coef == 0.37
         assert after.state() == before.state()
         other.load_state(state)
+        assert other.kl_coef == 0.2  # it does not adapt: what is configured now
         elsewhere = Critic(
             context_of("--reward.function=exact_match"), group, mean, cast(Any, None), None
         )

@@ -347,6 +347,7 @@ def test_a_run_goes_on_with_sets_of_other_sizes(tmp_path, axis, actors, critics,
         for run in (whole, cut)
     ]
     assert states[1]["scores"] == pytest.approx(states[0]["scores"])
+    assert states[1]["kl_coef"] == pytest.approx(states[0]["kl_coef"])
     models = [export(run, dtype="float32") for run in (whole, cut)]
     for kind in ("policy", "value"):
         due, got = (

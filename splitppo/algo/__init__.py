@@ -14,6 +14,7 @@ Dual clip: Ye et al. 2020 (arXiv:1912.09729). KL: Schulman, "Approximating KL di
 from splitppo.algo.advantages import (
     KLKind,
     Moments,
+    adapt_kl_coef,
     adaptive_lambda,
     all_moments,
     clamp_log_ratio,
@@ -47,6 +48,7 @@ __all__ = [
     "Divergence",
     "KLKind",
     "Moments",
+    "adapt_kl_coef",
     "adaptive_lambda",
     "aggregate_loss",
     "aggregate_weight",

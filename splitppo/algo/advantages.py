@@ -126,6 +126,16 @@ def _sizes(lengths: Sequence[int], *packed: Tensor) -> Tensor:
     return sizes
 
 
+def adapt_kl_coef(
+    coef: float, kl: float, rows: float, *, target: float | None, horizon: int
+) -> float:
+    """The KL coefficient of the next step (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    `kl`: this step's mean KL of a row, summed over its tokens, in nats. Without a target the
+    coefficient stays."""
+    error = 0.0 if target is None else min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * rows / horizon)
+
+
 @torch.no_grad()
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Sequence[int], *, kl_coef: float) -> Tensor:
     """Reward of each token `[N]`: `-kl_coef * kl`, plus the row's score at its last token (a row

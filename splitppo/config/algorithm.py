@@ -217,6 +217,12 @@ class PPOConfig:
     """Weight of the KL to the reference that is subtracted from each token's reward."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL in the reward (Schulman, 'Approximating KL divergence', 2020)."""
+    kl_target: float | None = None
+    """Adaptive KL: target KL per row, in nats, towards which `kl_coef` is adjusted (Ziegler et al.
+    2019, section 2.2) in steps that update the policy. Unset: `kl_coef` is constant."""
+    kl_horizon: int = 10000
+    """Horizon of the adaptive KL. A step multiplies `kl_coef` by 1 + rows / kl_horizon * clip(KL /
+    kl_target - 1, -0.2, 0.2)."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference in the policy's loss."""
     kl_loss_kind: Literal["k1", "k2", "k3"] = "k3"

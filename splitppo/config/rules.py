@@ -21,7 +21,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         """compute.micro_batch_tokens data.max_rows data.validation_rows engine.max_rows
         engine.tensor_parallel env.max_observation_tokens env.max_turn_tokens env.max_turns
         fsdp.sequence_parallel fsdp.tensor_parallel log.validate_samples nodes ppo.epochs
-        ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
+        ppo.kl_horizon ppo.mini_batches ppo.value_epochs ppo.value_mini_batches
         reference.sequence_parallel reference.tensor_parallel reward.sequence_parallel
         reward.concurrency reward.tensor_parallel reward.workers rollout.batch_size
         rollout.chunks rollout.max_context rollout.max_new_tokens rollout.max_prompt_tokens
@@ -45,7 +45,7 @@ RULES: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         lambda v: v > 0,
         "must be above 0",
         """distill.coef env.timeout policy.lora.alpha policy.optim.eps ppo.clip_high ppo.clip_low
-        ppo.importance_cap ppo.lam_alpha ppo.value_clip reward.timeout timeout
+        ppo.importance_cap ppo.kl_target ppo.lam_alpha ppo.value_clip reward.timeout timeout
         value.lora.alpha value.optim.eps""",
     ),
     (lambda v: v > 1, "must be above 1; use 3.0, or None to turn it off", "ppo.dual_clip"),
@@ -290,6 +290,11 @@ def _of_ppo(config: Config) -> Contradictions:
     steps = config.ppo.mini_batches
     count = ppo.value_mini_batches or steps
     return [
+        (
+            ppo.kl_target is not None and ppo.kl_coef == 0,
+            f"ppo.kl_target={ppo.kl_target} adapts ppo.kl_coef, which is 0; start it above 0, at "
+            "0.05 for example",
+        ),
         (
             max(count, steps) % min(count, steps),
             f"ppo.value_mini_batches={count} must divide ppo.mini_batches={steps} or be a multiple "

@@ -90,6 +90,7 @@ class Critic:
         self.reference = reference
         self.teacher = teacher
         self.group = group
+        self.kl_coef = context.config.ppo.kl_coef  # of the next step
         reward = context.named.reward
         scored_by = attrgetter("function", "weights", "model", "model_weight")
         steps = filter(None, (reward.label, reward.steps, reward.step_token))
@@ -167,22 +168,28 @@ class Critic:
         """
         rollout = scored.rollout
         old, *refs = [*logprobs, *scored.refs]
-        kl = algo.kl_estimate(old, refs[0] if refs else old, self.context.config.ppo.kl_kind)
+        ppo = self.context.config.ppo
+        kl = algo.kl_estimate(old, refs[0] if refs else old, ppo.kl_kind)
         counts = len(rollout.rows), rollout.tokens, "spans" in scored.extra
         sums = torch.tensor([float(kl.sum()), *map(float, counts)])
         kl_sum, rows, tokens, with_spans = self.group.all_sum(sums).tolist()
+        metrics: dict[str, Any] = {"critic/kl_coef": self.kl_coef}
         if not rows:  # none has ended in this step
-            nothing = Estimate(torch.zeros(0), torch.zeros(0))
+            nothing = Estimate(torch.zeros(0), torch.zeros(0), metrics)
             return (
                 self.teacher.lead(nothing, rollout, old, scored.taught) if self.teacher else nothing
             )
-        metrics = {"critic/kl_row": kl_sum / rows}
+        metrics |= {"critic/kl_row": kl_sum / rows}
         metrics |= {"critic/ref_kl": kl_sum / tokens} if refs else {}
         first = not self.past_scores.count
         # a row would gain by each part that it has or lacks, of whose mean it were less
         centered = not (with_spans or self.context.config.has_env)
         rewards, spans = self._rewards(scored, kl, centered=centered)
         waits = step <= self.pretrain_steps
+        if not waits:
+            self.kl_coef = algo.adapt_kl_coef(
+                self.kl_coef, kl_sum / rows, rows, target=ppo.kl_target, horizon=ppo.kl_horizon
+            )
         estimate = self.baseline.estimate(
             rollout, rewards, scored.values, spans=spans, first=first, pretraining=waits
         )
@@ -196,7 +203,7 @@ class Critic:
         white = algo.whiten(estimate.advantages, moments)
         estimate = replace(
             estimate,
-            advantages=white if self.context.config.ppo.whiten else estimate.advantages,
+            advantages=white if ppo.whiten else estimate.advantages,
             metrics=metrics,
             columns={"advantage": estimate.advantages, "reward": rewards, **estimate.columns},
             waits=waits,
@@ -231,7 +238,7 @@ class Critic:
         spans = sum(scored.spans, torch.zeros(rollout.tokens)) / scale
         paid = rollout.turn_rewards() / scale + spans
         last = shaped - rollout.sums(paid)
-        rewards = algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=config.ppo.kl_coef)
+        rewards = algo.token_rewards(last, kl, rollout.episode_lengths, kl_coef=self.kl_coef)
         return paid + rewards, spans
 
     def _summaries(
@@ -257,13 +264,17 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner."""
         return {
+            "kl_coef": self.kl_coef,
             "scores": [float(part) for part in vars(self.past_scores).values()],
             "scored_by": self.scored_by,
             "failing": self.failing,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` returned; moments of another reward's scores are left out."""
+        """Goes on from what `state` returned; a KL coefficient that does not adapt is the
+        configuration's, and moments of another reward's scores are left out."""
+        if self.context.config.ppo.kl_target is not None:
+            self.kl_coef = state["kl_coef"]
         if state["scored_by"] == self.scored_by:
             self.past_scores = algo.Moments(*torch.tensor(state["scores"], dtype=torch.float64))
         self.failing = state["failing"]

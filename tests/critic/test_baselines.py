@@ -161,8 +161,11 @@ def test_rows_that_failed_are_left_out_of_the_moments_that_normalise(failed: boo
     assert float(critic.past_scores.mean) == pytest.approx(1.0 if failed else 18.0)
 
 
-def test_while_the_value_model_pretrains_the_policy_waits():
-    config = Config(value=ValueConfig(pretrain_steps=1))
+def test_while_the_policy_waits_the_kl_coefficient_does_not_adapt():
+    ppo = PPOConfig(kl_coef=0.5, kl_target=1e-3, kl_horizon=3)
+    config = Config(ppo=ppo, value=ValueConfig(pretrain_steps=1))
     for step, waits in ((1, True), (2, False)):
-        ((estimate, _),) = run_threads(1, critic_rank, config, step, False)
+        ((estimate, critic),) = run_threads(1, critic_rank, config, step, False)
         assert estimate.waits == waits
+        assert estimate.metrics["critic/kl_coef"] == 0.5
+        assert critic.kl_coef == (0.5 if waits else pytest.approx(0.5 * 1.2))

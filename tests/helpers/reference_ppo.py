@@ -92,6 +92,8 @@ class Hyper:
     importance: str = "off"
     importance_cap: float = 2.0
     mask_truncated: bool = False
+    kl_target: float | None = None
+    kl_horizon: int = 10000
     old_logprobs: str = "trainer"
     coef: float = 0.0  # of what a teacher says
     top_k: int = 0
@@ -618,4 +620,7 @@ def reference_ppo(
         )
         if waited == number - 1 and not results[-1].policy_losses:
             waited = number
+        if hyper.kl_target is not None and not pretrains:  # Ziegler et al. 2019, section 2.2
+            error = max(-0.2, min(0.2, results[-1].kl / hyper.kl_target - 1))
+            kl_coef *= 1 + error * len(step.rows) / hyper.kl_horizon
     return results

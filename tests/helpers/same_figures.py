@@ -25,7 +25,7 @@ from typing import Any
 LEFT_OUT = (
     "timing_s", "perf/", "val/best_", "actor/stale_", "window/ess",
     "actor/ratio_ess", "critic/calibration", "critic/explained",
-    "critic/kl_coef", "critic/turn_", "critic/vf_explained_var",
+    "critic/turn_", "critic/vf_explained_var",
     "slots",
 )  # fmt: skip
 STEPS, RESUMED = 5, 3  # steps of a run; the step whose checkpoint AFTER resumes

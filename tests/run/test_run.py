@@ -184,8 +184,9 @@ CRITICS = {
         "--value.freeze=attention",
         *BOUNDED,
     ],
-    "few layers, running scores": (
-        "--value.layers=1 --ppo.lam=adaptive --ppo.kl-coef=0.1 --reward.normalize=running"
+    "few layers, adaptive KL, running scores": (
+        "--value.layers=1 --ppo.lam=adaptive --ppo.kl-coef=0.1 "
+        "--ppo.kl-target=0.05 --ppo.kl-horizon=20 --reward.normalize=running"
     ).split(),
 }
 
@@ -206,6 +207,8 @@ def test_a_run_resumes_in_the_middle_of(name, tmp_path):
     shown = answers.load(due, None, 0.0, None)("1+2=", 1)
     assert len(shown) == 2  # with the values of the layers that there are
     if "layers" in name:
+        coefficients = {record["critic/kl_coef"] for record in records(due, "critic")}
+        assert len(coefficients) > 2, "nothing was adapted"
         out = export.export(due, dtype="float32")
         exported = load_file(out / "value" / "model.safetensors")
         assert not any(".layers.1." in weight for weight in exported)

@@ -76,7 +76,7 @@ BOUNDS = [
     rollout.samples rollout.batch_size rollout.chunks rollout.max_prompt_tokens data.max_rows
     env.max_turns env.max_turn_tokens reward.workers reward.concurrency
     ppo.value_epochs ppo.value_mini_batches log.validate_samples
-    engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
+    ppo.kl_horizon engine.tensor_parallel fsdp.tensor_parallel value.tensor_parallel
     reference.tensor_parallel fsdp.sequence_parallel value.sequence_parallel
     reference.sequence_parallel reward.tensor_parallel reward.sequence_parallel
     teacher.tensor_parallel teacher.sequence_parallel
@@ -97,7 +97,7 @@ BOUNDS = [
 -1.0 | must be at least 0 | value.optim.max_grad_norm
 -1.0 | must be at least 0; it is subtracted | reward.missing_eos_penalty
     reward.overlong_penalty
-0.0 | must be above 0 | reward.timeout ppo.importance_cap timeout ppo.clip_high
+0.0 | must be above 0 | reward.timeout ppo.kl_target ppo.importance_cap timeout ppo.clip_high
     ppo.value_clip ppo.clip_low ppo.lam_alpha policy.optim.eps value.optim.eps env.timeout
     distill.coef
 (-1.0, -1.0) | must be a lower and a higher bound | reward.clip value.range
@@ -163,6 +163,7 @@ EARLY = [
 --reward.clip -inf 1 => reward.clip=-inf must be a finite number
 --reward.weights nan => reward.weights=nan must be a finite number
 --reward.failed-score=nan => reward.failed_score=nan must be a finite number
+--ppo.kl-target=6 => ppo.kl_target=6.0 adapts ppo.kl_coef, which is 0; start it above 0
 --ppo.value-mini-batches=3 =>
     ppo.value_mini_batches=3 must divide ppo.mini_batches=2 or be a multiple of
 --rollout.batch-size=12 --ppo.mini-batches=2 --ppo.value-mini-batches=8 =>
