@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,8 @@ def test_no_process_of_the_tests_sees_a_gpu(tmp_path: Path) -> None:
     assert [seen(), *run_ranks(1, seen)] == [("", 0)] * 2
     job = Torchrun(1, said, out=tmp_path / "said")
     assert (job.wait(100), job.said().split()[-1]) == (0, ",0")
-    asks = (
-        "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count(), "
-        "sep=',')"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-        == ",0\n"
-    )
+    printed = subprocess.run(["printenv", VISIBLE], stdout=subprocess.PIPE, check=True).stdout
+    assert printed == b"\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from splitppo import train
 from splitppo.config import LoraConfig, OptimConfig, PlacementConfig
-from splitppo.config.cli import parse
+from splitppo.config.cli import kept_rates, parse
 from splitppo.engine.hf import HFEngine
 from splitppo.errors import UserError
 from splitppo.job.launch import Launch
@@ -510,13 +510,15 @@ def test_a_learning_rate_that_a_preset_has_for_whole_models_is_told(tmp_path, ca
 
     def told(preset: str, *argv: str) -> list[str]:
         (tmp_path / "p.toml").write_text(preset)
-        assert train.main([f"--config={tmp_path}/p.toml", "--dry-run", *argv]) == 0
-        out = capsys.readouterr().out
-        return re.findall(r"^warning: (\w+\.optim.lr=\S+) comes .*set (--\S+ \S+) \(", out, re.M)
+        words = [f"--config={tmp_path}/p.toml", *argv]
+        lines = "\n".join(kept_rates(parse(words), words))
+        return re.findall(r"^warning: (\w+\.optim.lr=\S+) comes .*set (--\S+ \S+) \(", lines, re.M)
 
     rates = "policy.optim.lr = 3e-6\n"
     due = ("policy.optim.lr=3e-06", "--policy.optim.lr 3e-05")
     assert told(rates, *BOTH) == [due]
+    assert train.main([f"--config={tmp_path}/p.toml", "--dry-run", *BOTH]) == 0
+    assert f"set {due[1]} (" in capsys.readouterr().out
     assert told(rates + "policy.lora.rank = 0\n", *BOTH) == [due]
     assert told(rates) == told(rates, BOTH[1]) == told("", *BOTH) == []
     assert told(rates, *BOTH, "--policy.optim.lr=3e-6") == []

@@ -71,9 +71,9 @@ def grpo(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world", "placement"),
     [
-        (2, {"placement__actor": 1}),
+        wide(2, {"placement__actor": 1}),
         wide(3, {"placement__actor": 1}),
-        wide(1, {}),
+        (1, {}),
         wide(4, {"placement__actor": 2}),
         wide(2, {"placement__mode": "colocated", "fsdp__sequence_parallel": 2}),
         wide(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from episodes import episode
 from ranks import run_ranks, run_threads
-from runs import figures, main_rank, records
+from runs import figures, in_one_process, main_rank, records
 from safetensors.torch import load_file, save_file
 from test_flagship import compare, inputs, reference, run
 from tiers import wide
@@ -200,9 +200,12 @@ def test_a_teacher_may_be_an_adapter_of_peft_over_the_policys_base(taught, tmp_p
     for file in (taught / "policy").glob("tokenizer*"):
         shutil.copy(file, tmp_path / "merged")
     argv = [*TINY, f"--policy.path={taught / 'policy'}", "--steps=1", "--distill.top-k=4"]
-    for name in ("adapter", "merged"):
-        folders = [f"--teacher.path={tmp_path / name}", f"--run-dir={tmp_path / name / 'run'}"]
-        run_ranks(1, main_rank, [*argv, *folders])
+    folders = [
+        [f"--teacher.path={tmp_path / name}", f"--run-dir={tmp_path / name / 'run'}"]
+        for name in ("adapter", "merged")
+    ]
+    results = in_one_process(tmp_path, *([*argv, *words] for words in folders))
+    assert [status for status, _ in results] == [0, 0], results
     one, other = (records(tmp_path / name / "run", "critic") for name in ("adapter", "merged"))
     assert one[0]["distill/kl"] == pytest.approx(other[0]["distill/kl"], rel=1e-5)
     assert one[0]["distill/kl"] > 1e-3

@@ -19,7 +19,6 @@ import torch
 from ranks import run_ranks
 from runs import SMALL, Torchrun, assert_same, figures, made_up, main_rank, names, records
 from safetensors.torch import load_file
-from tiers import wide
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from splitppo import train
@@ -592,7 +591,8 @@ def slow_engine_rank(rank: int, argv: list[str]) -> int:
     return main_rank(rank, argv)
 
 
-@pytest.mark.parametrize("placement", ["--placement.actor=2", wide("--placement.mode=colocated")])
+@pytest.mark.wide
+@pytest.mark.parametrize("placement", ["--placement.actor=2", "--placement.mode=colocated"])
 def test_the_wait_for_the_slowest_engine_is_told_apart(tmp_path, placement):
     run_ranks(
         3,
@@ -732,6 +732,7 @@ def crash_rank(argv: list[str]) -> int:
     return train.main(argv)
 
 
+@pytest.mark.wide
 def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
     argv = [*SMALL, "--steps=1000", f"--run-dir={tmp_path / 'run'}", "--log.validate-every=0"]
     job = Torchrun(3, crash_rank, argv, out=tmp_path / "out")
@@ -748,6 +749,7 @@ def test_a_crash_on_one_rank_ends_the_job_in_seconds(tmp_path):
     assert not job.left()
 
 
+@pytest.mark.wide
 def test_a_peer_that_does_not_come_is_named(tmp_path, capfd):
     """The critic hangs in its second scoring; the actor's wait ends with an error that says who,
     what and where."""
