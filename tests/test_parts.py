@@ -247,6 +247,7 @@ def test_compiling_calls_no_loss_of_the_users(monkeypatch):
     policy = SimpleNamespace(surrogate="of PPO")
     monkeypatch.setattr(build, "Policy", lambda *_, **__: policy)
     builder: Any = object.__new__(build.Builder)
+    monkeypatch.setattr(build.memory, "fits_awake", lambda _: True)
     builder.parts = {"loss": lambda **_: pytest.fail("it was called")}
     builder.context = SimpleNamespace(config=parse([]))
     builder.resolved = SimpleNamespace(dtype=torch.float32, unreplayed="")
@@ -257,6 +258,29 @@ def test_compiling_calls_no_loss_of_the_users(monkeypatch):
     builder.actor()
     assert used == ["of PPO"]
     assert type(policy.surrogate) is UsersLoss
+
+
+def test_an_engine_sleeps_while_the_policy_compiles_if_both_do_not_fit(monkeypatch):
+    calls: list[str] = []
+    engine = SimpleNamespace(
+        connect=lambda: calls.append("connect"),
+        release_memory=lambda trained: calls.append(f"sleep {trained}"),
+    )
+    group = SimpleNamespace(is_first=False)
+    builder: Any = object.__new__(build.Builder)
+    monkeypatch.setattr(build, "Policy", lambda *_, **__: None)
+    monkeypatch.setattr(build.memory, "fits_awake", lambda _: False)
+    builder.parts = {}
+    builder.connected = False
+    builder.context = builder.outputs = None
+    builder.resolved = SimpleNamespace(dtype=torch.float32, unreplayed="")
+    builder.outputs = PolicyOutputs(1.0, 8, compiled=False)
+    builder.generator = lambda: SimpleNamespace(engine=engine, group=group)
+    builder._runner = builder._learner = builder._reference = builder._begin_phase = lambda *_: None
+    builder._warm_up = lambda _: calls.append("compile")
+    generator, _ = builder.actor()
+    builder.connect_engine(generator)
+    assert calls == ["connect", "sleep True", "compile"]
 
 
 def test_the_pages_command_is_a_run(tmp_path, file, monkeypatch):

@@ -80,6 +80,7 @@ class Builder:
         self.config = resolved.config
         self.runtime = runtime
         self.folder = folder
+        self.connected = False  # whether the engine is ready
         self.modules: dict[str, torch.nn.Module] = {}  # by the model whose base it is
         self.parts = find_parts(self.config)
         self.training, self.validation = prompts
@@ -118,6 +119,9 @@ class Builder:
                 reference,
                 dtype=self.resolved.dtype,
             )
+            if not memory.fits_awake(self.resolved):
+                self.connect_engine(generator)
+                generator.engine.release_memory(trained=True)
             self._warm_up(policy)
             if users_loss := self.parts.get("loss"):  # the rows of a warm-up are none for it
                 policy.surrogate = UsersLoss(self.context, users_loss)
@@ -202,8 +206,11 @@ class Builder:
         )
 
     def connect_engine(self, generator: Generator) -> None:
-        """Waits until the engine is ready. Whatever takes time and needs no engine should come
-        before."""
+        """Waits until the engine is ready, if it has not been awaited yet. Whatever takes time and
+        needs no engine should come before."""
+        if self.connected:
+            return
+        self.connected = True
         self._begin_phase("starting the engine")
         line = generator.engine.connect()
         if generator.group.is_first:

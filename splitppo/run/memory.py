@@ -66,13 +66,23 @@ def table(resolved: Resolved, memory: float = GPU) -> list[str]:
     ]
 
 
-def trainer_peak(resolved: Resolved) -> float:
-    """The most bytes that PyTorch allocates on an actor rank's GPU in any phase."""
+def trainer_peak(resolved: Resolved, *without: str) -> float:
+    """The most bytes that PyTorch allocates on an actor rank's GPU in any phase, not counting parts
+    whose names begin so."""
     return max(
-        sum(size for part, size in parts.items() if part != "CUDA" and VLLM not in part)
+        sum(size for part, size in parts.items() if not part.startswith(("CUDA", VLLM, *without)))
         for phase, parts in phases(resolved).items()
         if resolved.placement.colocated or phase.startswith("actor")
     )
+
+
+def fits_awake(resolved: Resolved) -> bool:
+    """Whether vLLM fits the GPU beside the trainer when both start: it is awake, and the trainer
+    compiles with few activations."""
+    memory = gpu_memory(resolved) or GPU
+    rollout = phases(resolved, memory)["actor rollout"]
+    awake = sum(size for part, size in rollout.items() if part.startswith(("CUDA", VLLM)))
+    return trainer_peak(resolved, "activations") + awake <= USABLE * memory
 
 
 def gpu_memory(resolved: Resolved) -> float | None:
@@ -109,8 +119,8 @@ def out_of_memory(resolved: Resolved, phase: str) -> list[str]:
     """The last lines of a run whose memory ran out in a phase, as `Status` names it (`actor step 4
     update`)."""
     memory = gpu_memory(resolved) or GPU
-    role, *_, name = phase.split()
-    parts = phases(resolved, memory).get(f"{role} {name}") or highest(resolved, memory)[2]
+    words = phase.split()
+    parts = phases(resolved, memory).get(f"{words[0]} {words[-1]}") or highest(resolved, memory)[2]
     used = f"; PyTorch held {_gib(torch.cuda.memory_allocated())}" * torch.cuda.is_available()
     return [
         f"memory ran out in {phase!r}",

@@ -3,11 +3,13 @@ them.
 
     python tests/gpu/experts.py [--only JOB ...] [--limit SECONDS] [--out FOLDER]
 
-Weights are drawn at random by shape: OLMoE's (6.9B, of which a token meets 1.3B) on two GPUs of
-80 GB with a dense critic, Qwen3-30B-A3B's with LoRA on four. `tokens/s` are of the updates; their
-`perf/update_tflop` counts the parameters that a token meets. The mismatch of a `vllm` job shows
-whether the engine has the weights after each sync; the `replay` job's is of tokens that meet the
-same experts in engine and trainer, and its `actor/routes_differ` says how many would not.
+Weights are drawn at random by shape: OLMoE's (7.3B, of which a token meets 1.7B) with a dense
+critic of 0.5B on two GPUs of 80 GB, one for each role (`1+1`) or both for both roles, and
+Qwen3-30B-A3B's with LoRA on four. The engine is vLLM, with and without routing replay. `tokens/s`
+are of the updates; `perf/update_tflop` of a run's metrics counts the parameters that a token meets.
+The mismatch of engine and trainer after each sync shows whether the engine has the weights; with
+replay it is that of tokens that meet the same experts in both, and `actor/routes_differ` says how
+many would not.
 """
 
 from pathlib import Path
@@ -30,19 +32,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }  # fmt: skip
-CRITIC = [f"--value.path={DENSE}", "--compute.activation-checkpointing"]
-WHOLE = [*CRITIC, "--policy.offload=optimizer"]
-VLLM = ["--engine.kind=vllm"]
-LORA = [*CRITIC, "--policy.lora.rank=32"]
+COMMON = [f"--value.path={DENSE}", "--compute.activation-checkpointing", "--engine.kind=vllm"]
+WHOLE = [*COMMON, "--policy.offload=optimizer"]
+SPLIT = [*WHOLE, "--placement.mode=per_node", "--placement.actor=1", "--reference.offload"]
+OFF, ON = "--policy.replay-routing=off", "--policy.replay-routing=on"
+LORA = [*COMMON, "--policy.lora.rank=32", "--engine.tensor-parallel=4"]
 JOBS = {
-    "olmoe": ("OLMoE", 2, WHOLE),
-    "olmoe-vllm": ("OLMoE", 2, [*WHOLE, *VLLM, "--policy.replay-routing=off"]),
-    "olmoe-vllm-replay": ("OLMoE", 2, [*WHOLE, *VLLM, "--policy.replay-routing=on"]),
-    "30B-lora": ("30B", 4, LORA),
-    "30B-lora-vllm": ("30B", 4, [*LORA, *VLLM, "--engine.tensor-parallel=4"]),
+    "olmoe-1+1": ("OLMoE", 2, [*SPLIT, OFF]),
+    "olmoe-1+1-replay": ("OLMoE", 2, [*SPLIT, ON]),
+    "olmoe": ("OLMoE", 2, [*WHOLE, OFF]),
+    "olmoe-replay": ("OLMoE", 2, [*WHOLE, ON]),
+    "30B-lora": ("30B", 4, [*LORA, OFF]),
+    "30B-lora-replay": ("30B", 4, [*LORA, ON]),
 }
 
 if __name__ == "__main__":
+    memory.RESPONSE = 512
     memory.SHAPES.update(SHAPES)
     memory.JOBS.clear()
     memory.JOBS.update(JOBS)

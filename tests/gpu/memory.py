@@ -236,7 +236,7 @@ def main() -> None:
                     command,
                     stdout=file,
                     stderr=file,
-                    timeout=min(left + 15, 300),
+                    timeout=min(left + 15, 600),
                     check=False,
                     cwd=ROOT,
                 )

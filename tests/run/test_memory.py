@@ -199,6 +199,16 @@ def test_updates_with_adapters_need_what_was_measured():
     assert due["actor update"] / 2**30 == pytest.approx(39.87, rel=0.01)
 
 
+def test_a_trainer_compiles_beside_an_engine_that_is_awake_if_both_fit():
+    """What they need then on 80 GB: weights of 7B, their gradients and vLLM's 13 GiB do not fit
+    one GPU, and do fit two each."""
+    for gpus, fits in ((2, False), (4, True)):
+        flags = ["--placement.mode=colocated", "--policy.offload=all", "--value.offload=all"]
+        flags += [f"--placement.actor={gpus // 2}", "--placement.mode=per_node"]
+        job = resolved_of(*flags, "--engine.kind=vllm", "--reference.offload", gpus=gpus)
+        assert memory.fits_awake(job) == fits
+
+
 def test_a_run_that_does_not_fit_is_told_with_the_ways():
     """The three best, each with what the run then needs; refused only if the shortest rows would
     not fit either."""
@@ -486,6 +496,10 @@ def test_where_memory_runs_out_the_last_lines_say_what_held_it(tmp_path, monkeyp
     assert ways.startswith("ways to need less: --")
     run_main._failed(run_main.Rank(Launch(), None, run), ValueError("no"))
     assert not hasattr(reported[1], "__notes__")
+    for phase in ("compiling", "loading the policy"):
+        status.phase = phase
+        run_main._failed(run_main.Rank(Launch(), None, run), torch.OutOfMemoryError("no"))
+        assert reported[-1].__notes__[0] == f"memory ran out in {phase!r}"
 
 
 def test_a_run_refuses_and_warns_by_the_memory_of_its_gpu(monkeypatch):
