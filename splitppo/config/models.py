@@ -68,7 +68,7 @@ class PolicyConfig:
     replay_routing: Literal["auto", "on", "off"] = "auto"
     """Routing replay for mixtures of experts: the trainer sends each response token to the experts
     that the engine chose, weighted by its own router. `auto`: if the engine reports its choices and
-    the model's routers can be overridden; not yet with vLLM on GPUs, where it was not tried."""
+    the model's routers can be overridden."""
     router_aux_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts, as transformers computes it for
     the model type, over the response tokens of each micro-batch. 0.001 is common. 0: off."""

@@ -99,10 +99,9 @@ class Resolved:
     @property
     def unreplayed(self) -> str:
         """Why the engine's choice of experts is not replayed; "" if it is."""
-        setting = self.config.policy.replay_routing
-        if setting == "auto" and (self.engine, self.device.type) == ("vllm", "cuda"):
-            return "it has not been tried with vLLM on GPUs; to try it, use on"
-        return _unreplayed(setting, self.models["policy"], self.engine)
+        return _unreplayed(
+            self.config.policy.replay_routing, self.models["policy"], self.engine
+        )
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
