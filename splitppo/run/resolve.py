@@ -99,9 +99,7 @@ class Resolved:
     @property
     def unreplayed(self) -> str:
         """Why the engine's choice of experts is not replayed; "" if it is."""
-        return _unreplayed(
-            self.config.policy.replay_routing, self.models["policy"], self.engine
-        )
+        return _unreplayed(self.config.policy.replay_routing, self.models["policy"], self.engine)
 
     def offload(self, model: str) -> Offload:
         """What of a model is in host memory while it is not needed."""
