@@ -156,10 +156,17 @@ def test_a_teachers_prompt_counts_where_prompts_do(taught):
     rows = [{"prompt": "1=", "answer": "1", "hint": "1=1"}, {"prompt": "2=", "answer": "2"}]
     # the embedded model can read 1,024 tokens
     rows += [{"prompt": "3=", "answer": "3", "hint": "7" * n} for n in (1015, 1016)]
+    no_prompt = {"prompt": "", "answer": "3", "hint": "7" * 1016}
     for wrong, says in ((rows[:2], "row 2 has no .*teacher"), (rows[2:], "row 2 has 1016 tokens")):
         (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, wrong)))
         with pytest.raises(UserError, match=rf"^teacher.prompt_key=hint: .* {says}"):
             load_data(resolve_config(parse(argv)))
+    (taught / "hints.jsonl").write_text("\n".join(map(json.dumps, [*rows, no_prompt])))
+    _, (training, _) = load_data(resolve_config(parse([*argv, "--data.invalid=filter"])))
+    assert [prompt.teacher.text for prompt in training.prompts if prompt.teacher] == [
+        "1=1",
+        "7" * 1015,
+    ]
 
 
 def frozen(group: Group) -> list[list[float]]:

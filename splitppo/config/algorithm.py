@@ -37,6 +37,9 @@ class DataConfig:
     overlong: Literal["refuse", "filter"] = "refuse"
     """What to do with prompts over `rollout.max_prompt_tokens`, if it is set: refuse the run, or
     drop the row."""
+    invalid: Literal["refuse", "filter"] = "refuse"
+    """What to do with unusable rows (no prompt, a wrong type, no ground truth for the reward rule):
+    refuse the run, or drop them."""
     validation_files: tuple[str, ...] = ()
     """Held-out files. Empty: the held-out part of the generated task, or none."""
     validation_rows: int = 256

@@ -46,8 +46,9 @@ class Row:
     shown: dict[str, Any] = field(default_factory=dict)
 
 
-def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
-    """The rows of a file. Raises UserError if one can't be used, or there are none."""
+def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row | UserError]:
+    """The rows of a file, or the error of a row that can't be used. Raises UserError if there are
+    none."""
     keys = {config.prompt_key, config.answer_key} - {""}
     used = {"data_source", "extra_info", *RENDERED, *keys}
     number = 0
@@ -58,9 +59,11 @@ def read_file(config: DataConfig, file: str, setting: str) -> Iterator[Row]:
         try:
             row = _check_row(config, Path(file), where, columns)
             _check_texts(config, row)
-        except RecursionError as error:
-            raise UserError(f"{where} is nested too deep; flatten it") from error
-        yield row
+            yield row
+        except UserError as error:
+            yield error
+        except RecursionError:
+            yield UserError(f"{where} is nested too deep; flatten it")
     if not number:
         raise UserError(f"{file} holds no rows; remove it from {flag(setting)}")
 

@@ -61,7 +61,9 @@ def check_files(config: DataConfig, seed: int = 0) -> None:
         ("data.validation_files", config.validation_files),
     ):
         for file in files:
-            next(read_file(config, file, setting))
+            first = next(read_file(config, file, setting))
+            if isinstance(first, UserError) and config.invalid == "refuse":
+                raise first
 
 
 def load_prompts(
@@ -83,38 +85,47 @@ def load_prompts(
     Messages go through `render`, or the tokenizer's chat template. With `data.chat` and a template,
     strings do too, as one user message; a template that shows the time shows `now`. Other strings
     get the tokenizer's special tokens, but not the end of a sequence. A row that can't be used, or
-    that `check` finds wrong, is a UserError. A prompt above `max_prompt_tokens` (None: none is) is
-    one, too, or left out (`data.overlong`). Then `data.max_rows` draws training prompts at random.
+    that `check` finds wrong, is a UserError or left out (`data.invalid`); a file of such rows alone
+    is refused. So is, or left out, a prompt above `max_prompt_tokens` (None: none is) as
+    `data.overlong` says. Then `data.max_rows` draws training prompts at random.
     `data.validation_rows` takes the first held-out prompts. `teacher_key`: column of the prompt
     that a teacher reads, of at most `teacher_most` tokens; a row without it can't be used.
     """
-    setting, rows = _read(config, seed, split)
-    prompts = tokenize(config, rows, tokenizer, now, render)
-    if teacher_key:
-        as_taught = replace(config, prompt_key=teacher_key)
-        try:
-            taught = tokenize(as_taught, _read(as_taught, seed, split)[1], tokenizer, now)
-        except UserError as error:
-            text = re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(error))
-            raise UserError(text) from error
-        for row, prompt in zip(rows, taught, strict=True):
-            if len(prompt.tokens) > teacher_most:
-                raise UserError(
-                    f"teacher.prompt_key={teacher_key}: {row.where} has {len(prompt.tokens)} tokens"
-                    f" there; the teacher can read at most {teacher_most} prompt tokens plus "
-                    "rollout.max_new_tokens; shorten it, or drop the row"
-                )
-        prompts = [replace(p, teacher=other) for p, other in zip(prompts, taught, strict=True)]
-    wrong = check(dict(enumerate(prompts)))
+    setting, files = _read(config, seed, split)
+    as_taught = replace(config, prompt_key=teacher_key or config.prompt_key)
+    taught = _read(as_taught, seed, split)[1] if teacher_key else files
+    kept: list[tuple[Row, Prompt]] = []
+    wrong: list[UserError] = []
+    for read, others in zip(files, taught, strict=True):
+        made = tokenize(config, read, tokenizer, now, render)
+        if teacher_key:
+            other = tokenize(as_taught, others, tokenizer, now)
+            triples = zip(made, other, read, strict=True)
+            made = [_with_teachers(*triple, teacher_key, teacher_most) for triple in triples]
+        usable = {i: prompt for i, prompt in enumerate(made) if isinstance(prompt, Prompt)}
+        is_checked = len(usable) == len(made) or config.invalid == "filter"
+        for place, error in (check(usable) if is_checked else {}).items():
+            made[place] = UserError(f"{read[place].where}: {error}")
+        bad = [error for error in made if isinstance(error, UserError)]
+        if len(bad) == len(read):  # a setting is wrong
+            raise bad[0]
+        if bad and config.invalid == "refuse":
+            count = f"{len(bad)} such rows of {len(read)}"
+            raise UserError(f"{bad[0]}, or --data.invalid filter ({count})")
+        wrong += bad
+        pairs = zip(read, made, strict=True)
+        kept += [(row, prompt) for row, prompt in pairs if isinstance(prompt, Prompt)]
+    fitting, notes = _fit(config, kept, max_prompt_tokens or 2**31, setting)
     if wrong:
-        place = min(wrong)
-        count = f" ({len(wrong)} such rows of {len(rows)})"
-        raise UserError(f"{rows[place].where}: {wrong[place]}{count}") from wrong[place]
-    fitting, notes = _fit(config, rows, prompts, max_prompt_tokens or 2**31, setting)
+        notes.insert(
+            0,
+            f"data.invalid=filter: {len(wrong)} of {len(wrong) + len(kept)} rows of {setting} "
+            f"can't be used and are left out; the first: {wrong[0]}",
+        )
     template = str(tokenizer.chat_template)
     if split == "train" and CLOCK in template:
         notes.append(SHOWS_TIME)
-    notes += _unseen(zip(rows, prompts, strict=True), template, setting)
+    notes += _unseen(kept, template, setting)
     if split == "validation":
         fitting = fitting[: config.validation_rows]
     elif config.max_rows is not None and config.max_rows < len(fitting):
@@ -124,14 +135,33 @@ def load_prompts(
     return PromptSet(fitting, notes)
 
 
-def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[Row]]:
-    """The setting that a split's rows come from, for messages, and the rows, file after file."""
+def _read(config: DataConfig, seed: int, split: Split) -> tuple[str, list[list[Any]]]:
+    """The setting that a split's rows come from, for messages, and what each file holds: rows, and
+    errors of those that can't be used."""
     held_out = split == "validation"
     setting = "data.validation_files" if held_out else "data.files"
     files = config.validation_files if held_out else config.files
     if not (files or config.files):
-        return f"data.task={config.task}", list(generate(config, seed, held_out=held_out))
-    return setting, [row for file in files for row in read_file(config, file, setting)]
+        return f"data.task={config.task}", [list(generate(config, seed, held_out=held_out))]
+    return setting, [list(read_file(config, file, setting)) for file in files]
+
+
+def _with_teachers(
+    prompt: Prompt | UserError, taught: Prompt | UserError, row: Any, key: str, most: int
+) -> Prompt | UserError:
+    """A prompt with the one that a teacher reads, of column `key` and at most `most` tokens; or
+    what is wrong with one of them."""
+    if isinstance(prompt, UserError):
+        return prompt
+    if isinstance(taught, Prompt) and len(taught.tokens) > most:
+        taught = UserError(
+            f"data.prompt_key={key}: {row.where} has {len(taught.tokens)} tokens there; "
+            f"the teacher can read at most {most} prompt tokens plus rollout.max_new_tokens; "
+            "shorten it, or drop the row"
+        )
+    if isinstance(taught, UserError):
+        return UserError(re.sub(r"\bdata\.prompt(?=[-_]key)", "teacher.prompt", str(taught)))
+    return replace(prompt, teacher=taught)
 
 
 def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> list[str]:
@@ -149,16 +179,17 @@ def _unseen(rows: Iterable[tuple[Row, Prompt]], template: str, setting: str) -> 
 
 def tokenize(
     config: DataConfig,
-    rows: Sequence[Row],
+    rows: Sequence[Row | UserError],
     tokenizer: Any,
     now: datetime | None = None,
     render: Render | None = None,
-) -> list[Prompt]:
-    """The prompts of the rows. A template that shows the time shows `now`, for all rows the
-    same. Raises UserError of the first row that has no prompt."""
-    is_shown = any(row.shown for row in rows)
+) -> list[Prompt | UserError]:
+    """The prompts of the rows, or the errors of those that have none, with the errors among
+    `rows`. A template that shows the time shows `now`, for all rows the same."""
+    read = {place: row for place, row in enumerate(rows) if isinstance(row, Row)}
+    is_shown = any(row.shown for row in read.values())
     reads = _check_template(config, tokenizer, now or datetime.now(), is_read=is_shown)
-    chats = [_conversation(config, row, tokenizer) for row in rows]
+    chats = {place: _conversation(config, row, tokenizer) for place, row in read.items()}
     settings = {"add_generation_prompt": True, **json.loads(config.chat_kwargs)}
     render = render or (
         lambda messages, **columns: tokenizer.apply_chat_template(
@@ -166,44 +197,40 @@ def tokenize(
         )
     )
     set_by = json.loads(config.chat_kwargs).keys()
-    texts = [
-        _text(row, messages, reads, set_by, render)
-        for row, messages in zip(rows, chats, strict=True)
-    ]
-    tokens: dict[int, list[int]] = {}
+    texts = {i: _text(read[i], messages, reads, set_by, render) for i, messages in chats.items()}
+    usable = {place: text for place, text in texts.items() if isinstance(text, str)}
+    made: list[Any] = [texts.get(place, row) for place, row in enumerate(rows)]
     # one call for plain texts, which get special tokens, and one for rendered texts, which already
     # hold them
-    for plain in {messages is None for messages in chats}:
-        chosen = [place for place, messages in enumerate(chats) if (messages is None) == plain]
-        ids = tokenizer([texts[i] for i in chosen], add_special_tokens=plain, verbose=False)
+    for plain in {chats[place] is None for place in usable}:
+        chosen = {i: text for i, text in usable.items() if (chats[i] is None) == plain}
+        ids = tokenizer([*chosen.values()], add_special_tokens=plain, verbose=False)["input_ids"]
         # a policy has nothing to say behind the end
         ends = plain and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         end = -1 if ends else None
-        tokens |= {
-            place: list(part[:end]) for place, part in zip(chosen, ids["input_ids"], strict=True)
-        }
-    for place, row in enumerate(rows):
-        if not tokens[place]:
-            raise UserError(
-                f"{row.where} has a prompt without tokens; drop the row or fix the tokenizer"
+        for (place, text), part in zip(chosen.items(), ids, strict=True):
+            row = read[place]
+            made[place] = Prompt(
+                text,
+                list(part[:end]),
+                row.data_source,
+                row.ground_truth,
+                row.extra_info,
+                chats[place],
+                column=row.prompt,
             )
-    return [
-        Prompt(
-            texts[place],
-            tokens[place],
-            row.data_source,
-            row.ground_truth,
-            row.extra_info,
-            chats[place],
-            column=row.prompt,
-        )
-        for place, row in enumerate(rows)
-    ]
+            if not part[:end]:
+                made[place] = UserError(
+                    f"{row.where} has a prompt without tokens; drop the row or fix the tokenizer"
+                )
+    return made
 
 
-def _text(row: Row, messages: Any, reads: Set[str], set_by: Set[str], render: Render) -> str:
-    """The text of a row's prompt. `messages`: None of plain text. `reads`: what else the template
-    reads. `set_by`: names in data.chat_kwargs."""
+def _text(
+    row: Row, messages: Any, reads: Set[str], set_by: Set[str], render: Render
+) -> str | UserError:
+    """The text of a row's prompt, or why it has none. `messages`: None of plain text. `reads`: what
+    else the template reads. `set_by`: names in data.chat_kwargs."""
     try:
         names = () if messages is None else reads & {*row.shown}
         columns = {name: read_objects(row.shown[name], name) for name in names}
@@ -217,14 +244,14 @@ def _text(row: Row, messages: Any, reads: Set[str], set_by: Set[str], render: Re
         text.encode()  # or it holds half a character, which is a ValueError
         return text
     except UserError as error:
-        raise UserError(f"{row.where}: {error}") from error
+        return UserError(f"{row.where}: {error}")
     # the last three: chat_kwargs, and objects that are nested too deep
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(
+        return UserError(
             f"{row.where}: the chat template refuses these messages "
             f"({' '.join(str(error).split())}); "
             "fix the row, or data.chat_kwargs or data.system if set"
-        ) from error
+        )
 
 
 def _check_template(
@@ -286,22 +313,21 @@ def _conversation(config: DataConfig, row: Row, tokenizer: Any) -> list[dict[str
 
 
 def _fit(
-    config: DataConfig, rows: Sequence[Row], prompts: list[Prompt], longest: int, setting: str
+    config: DataConfig, rows: Sequence[tuple[Row, Prompt]], longest: int, setting: str
 ) -> tuple[list[Prompt], list[str]]:
     """Applies `data.overlong`: the prompts that stay, and notes about the others."""
-    over = {place: n for place, p in enumerate(prompts) if (n := len(p.tokens)) > longest}
+    fitting = [prompt for _, prompt in rows if len(prompt.tokens) <= longest]
+    over = [(row.where, n) for row, prompt in rows if (n := len(prompt.tokens)) > longest]
     if not over:
-        return prompts, []
-    fitting = [prompt for place, prompt in enumerate(prompts) if place not in over]
-    first = min(over)
-    which = f"the first is {rows[first].where} ({over[first]} tokens)"
+        return fitting, []
+    which = "the first is {} ({} tokens)".format(*over[0])
     what = (
-        f"data.overlong={config.overlong}: {len(over)} of {len(prompts)} rows of {setting} have "
+        f"data.overlong={config.overlong}: {len(over)} of {len(rows)} rows of {setting} have "
         f"prompts over rollout.max_prompt_tokens={longest}"
     )
     if config.overlong == "refuse" or not fitting:
         raise UserError(
-            f"{what}; {which}: set --rollout.max-prompt-tokens {max(over.values())}, "
+            f"{what}; {which}: set --rollout.max-prompt-tokens {max(n for _, n in over)}, "
             "or --data.overlong filter"
         )
     return fitting, [f"{what} and are left out; {which}"]

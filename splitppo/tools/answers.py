@@ -82,8 +82,10 @@ def load(
     @torch.no_grad()
     def answers(line: str, number: int) -> list[Answer]:
         row = Row("the prompt", line, "", "", {})
-        prompts = tokenize(config.data, [row], tokenizer, render=player.render)
-        if (length := len(prompts[0].tokens)) > room:
+        (prompt,) = tokenize(config.data, [row], tokenizer, render=player.render)
+        if isinstance(prompt, UserError):
+            raise prompt
+        if (length := len(prompt.tokens)) > room:
             raise UserError(
                 f"the prompt has {length} tokens, but only {room} fit with {most} new tokens; "
                 "shorten it"
@@ -93,7 +95,7 @@ def load(
             # the noise depends on the row's number
             sampler = Sampler(
                 number + 1,
-                lambda _: prompts[0],
+                lambda _: prompt,
                 limit=most,
                 context=config.rollout.max_context,
                 player=player,

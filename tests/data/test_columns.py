@@ -213,11 +213,12 @@ def test_messages_in_another_notation_are_refused(text: str, tmp_path: Path):
         "[INST] You play the role: user, and like content. [/INST]",
         f"Explain {json.dumps(MESSAGES)}",
         "[",
+        "",
     ],
 )
 def test_other_texts_stay_texts(text: str, tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": f"{text} "}, {"prompt": "1="})
-    assert texts(config_of(file))[0] == f"(user){text} "
+    assert texts(config_of(file, invalid="filter"))[0] == (f"(user){text} " if text else "(user)1=")
 
 
 @pytest.mark.parametrize(
@@ -273,8 +274,8 @@ def test_tools_that_something_else_says_too_are_refused(tmp_path: Path):
         texts(config_of(file, chat_kwargs='{"tools": []}'), SHOWN)
     row = Row("row 1", MESSAGES, "", "", {}, {"tools": TOOLS})
     tokenizer = tokenizer_of(SHOWN)
-    with pytest.raises(UserError, match="the environment"):
-        tokenize(CONFIG, [row], tokenizer, render=Turns(tokenizer).render)
+    (error,) = tokenize(CONFIG, [row], tokenizer, render=Turns(tokenizer).render)
+    assert "the environment" in str(error)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 renders what it can read")

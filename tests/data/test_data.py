@@ -501,19 +501,42 @@ def _gsm8k(prompts: Mapping[int, Prompt]) -> dict[int, UserError]:
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("number", range(len(BAD)))
-def test_an_invalid_row_is_refused_by_name(
-    number: int, split: Split, tmp_path: Path, chat: Any
+def test_invalid_rows_are_refused_or_left_out_counted_and_named(
+    split: Split, tmp_path: Path, chat: Any
 ) -> None:
     field = "files" if split == "train" else "validation_files"
     good = [{**VERL_ROW, "extra_info": {"index": index}} for index in range(3)]
-    file = _write(tmp_path / "rows.jsonl", [good[0], BAD[number], good[1], BAD[number]])
-    given: dict[str, Any] = {field: (_write(tmp_path / "clean.jsonl", good), file)}
-    config = DataConfig(**given)
+    rows = [*BAD[:3], good[0], *BAD[3:], *good[1:]]
+    clean, file = _write(tmp_path / "clean.jsonl", good), _write(tmp_path / "rows.jsonl", rows)
+    given: dict[str, Any] = {field: (clean, file)}
+    config = DataConfig(**given, invalid="filter")
     check_files(config)
-    count = r".*\(2 such rows of 7\)" if number == len(BAD) - 1 else ""  # that `check` finds
-    with pytest.raises(UserError, match=rf"rows\.jsonl row 2{count}"):
-        load_prompts(config, chat, max_prompt_tokens=64, seed=0, split=split, check=_gsm8k)
+    arguments: dict[str, Any] = {
+        "max_prompt_tokens": 64,
+        "seed": 0,
+        "split": split,
+        "check": _gsm8k,
+    }
+    found = load_prompts(config, chat, **arguments)
+    assert [prompt.extra_info["index"] for prompt in found.prompts] == [0, 1, 2, 0, 1, 2]
+    (note,) = found.notes
+    assert note.startswith(f"data.invalid=filter: 8 of 14 rows of data.{field} ")
+    assert f"{file} row 1 has a prompt of type NoneType" in note
+    assert load_prompts(replace(config, **{field: (clean,)}), chat, **arguments).notes == []
+    # each kind alone, in the middle of a file, is refused by name
+    for number, bad in enumerate(BAD):
+        one = _write(tmp_path / f"{number}.jsonl", [good[0], bad, good[1]])
+        refusing = replace(config, **{field: (one,)}, invalid="refuse")
+        check_files(refusing)
+        with pytest.raises(UserError, match=rf"{number}\.jsonl row 2.*--data\.invalid filter"):
+            load_prompts(refusing, chat, **arguments)
+        left = load_prompts(replace(refusing, invalid="filter"), chat, **arguments)
+        assert [prompt.extra_info["index"] for prompt in left.prompts] == [0, 1]
+        assert f"1 of 3 rows of data.{field} " in left.notes[0]
+        # a file with no other row is refused all the same, beside a clean one, too
+        alone = _write(tmp_path / f"alone{number}.jsonl", [bad, bad])
+        with pytest.raises(UserError, match=rf"alone{number}\.jsonl row 1\b(?!.*invalid)"):
+            load_prompts(replace(config, **{field: (clean, alone)}), chat, **arguments)
 
 
 def test_an_answer_that_is_to_be_continued_may_end_a_prompt(tmp_path: Path, chat: Any) -> None:
@@ -546,7 +569,7 @@ def test_rows_with_more_than_text_are_refused(
     columns: Any, name: str, suffix: str, tmp_path: Path, chat: Any
 ) -> None:
     file = _write(tmp_path / f"rows{suffix}", [ROW | columns])
-    config = DataConfig(files=(file,), answer_key="answer")
+    config = DataConfig(files=(file,), answer_key="answer", invalid="filter")
     for read in (check_files, lambda config: _load(config, chat)):
         with pytest.raises(
             UserError, match=rf"row 1 has a column {name}, but only text models are supported; use"
@@ -640,6 +663,37 @@ def test_all_rows_show_the_same_time() -> None:
     assert found.notes[0].startswith(
         "the chat template shows the current time, so a later resume is refused"
     )
+
+
+def test_broken_json_is_no_invalid_row(tmp_path: Path, plain: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1="}\n{"prompt": \n')
+    with pytest.raises(UserError, match="row 2: JSON can't be read"):
+        _load(DataConfig(files=(str(file),), answer_key="", invalid="filter"), plain)
+
+
+def test_over_long_rows_are_counted_among_the_valid_ones(tmp_path: Path, plain: Any) -> None:
+    file = _write(
+        tmp_path / "rows.jsonl",
+        [{"prompt": prompt} for prompt in ("", "0=", "1=", "123456=", "2=")],
+    )
+    config = DataConfig(files=(file,), answer_key="", invalid="filter", overlong="filter")
+
+    def load(longest: int) -> PromptSet:
+        arguments: dict[str, Any] = {"max_prompt_tokens": longest, "seed": 0, "split": "train"}
+        return load_prompts(
+            config, plain, **arguments, check=lambda prompts: {min(prompts): UserError("zero")}
+        )
+
+    found = load(4)
+    assert [prompt.text for prompt in found.prompts] == ["1=", "2="]
+    assert [note.split(" rows")[0] for note in found.notes] == [
+        "data.invalid=filter: 2 of 5",
+        "data.overlong=filter: 1 of 3",
+    ]
+    assert f"the first is {file} row 4 " in found.notes[1]
+    with pytest.raises(UserError, match=r"filter: 3 of 3 rows of data\.files"):
+        load(1)
 
 
 def test_max_rows_counts_what_is_left(tmp_path: Path, plain: Any) -> None:

@@ -499,8 +499,9 @@ def test_what_data_files_say(count: int, tmp_path: Path):
             row = error
         assert isinstance(row, Row) == holds, row
         if isinstance(row, Row):
-            prompts = tokenize(config, [row], tokenizer)
-            assert row.prompt in tokenizer.decode(prompts[0].tokens)
+            (prompt,) = tokenize(config, [row], tokenizer)
+            assert isinstance(prompt, Prompt), prompt
+            assert row.prompt in tokenizer.decode(prompt.tokens)
             assert row.ground_truth == whole["answer"]
         else:
             refused += 1
