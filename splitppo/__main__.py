@@ -23,6 +23,7 @@ COMMANDS = {  # name: (module with a `main`, or with a function of that name; wh
     ),
     "eval": ("splitppo.tools.evaluate", "score a model or a checkpoint on held-out rows"),
     "export": ("splitppo.tools.export", "write a checkpoint's models as Hugging Face folders"),
+    "push": ("splitppo.tools.push", "upload a checkpoint's models to the Hugging Face hub"),
     "prepare": ("splitppo.tools.prepare", "write the data of the presets"),
 }
 

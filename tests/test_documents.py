@@ -67,6 +67,7 @@ RUN_BY = {
     "chat": "tests/tools/test_chat.py",
     "eval": "tests/test_commands.py",
     "export": "tests/run/test_run.py",
+    "push": "tests/run/test_moved.py",
     "prepare": "tests/tools/test_prepare.py",
     "mine.py": "tests/test_script.py",
     "configs/rlhf/prepare_digits.py": "tests/test_recipes.py",

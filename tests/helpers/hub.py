@@ -1,6 +1,7 @@
 """A small Hugging Face hub: a local server of the part of its API that huggingface_hub uses, which
 counts requests."""
 
+import base64
 import hashlib
 import json
 import re
@@ -30,6 +31,7 @@ class Hub:
         broken: files of which half is sent, as if they were whole.
         cut: files of which half is sent, then the connection ends.
         slow: seconds that each answer takes.
+        private: repositories that were created as such.
         status: of every answer, if it is set.
         requests: (method, path without query) -> how often.
     """
@@ -41,6 +43,7 @@ class Hub:
         self.forbidden: set[str] = set()
         self.broken: set[str] = set()
         self.cut: set[str] = set()
+        self.private: set[str] = set()
         self.slow, self.status = 0.0, 0
         self.requests: Counter[tuple[str, str]] = Counter()
         self.lock = threading.Lock()
@@ -106,6 +109,45 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        """What an upload needs: a repository, then a commit of files, all of them in its body."""
+        hub, body = self.hub, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        what, answer, status = self.path.split("/")[-2], {}, 200
+        repo = "/".join(self.path.split("/")[3:5])
+        if "Authorization" not in self.headers or hub.status:
+            self._send(hub.status or 401, b'{"error": "no token"}')
+            return
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked['organization']}/{asked['name']}"
+            status = 409 if ("model", repo) in hub.repos else 200
+            if status == 200:
+                hub.push(repo, {})
+                hub.private |= (
+                    {repo}
+                    if asked.get("private") or asked.get("visibility") == "private"
+                    else set()
+                )
+            answer = {"url": f"{hub.endpoint}/{repo}"}
+        elif what == "preupload":
+            given = [file["path"] for file in json.loads(body)["files"]]
+            answer = {
+                "files": [
+                    {"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in given
+                ]
+            }
+        elif what == "commit":
+            files = dict(hub.repos["model", repo][hub.refs["model", repo]["main"]])
+            for line in map(json.loads, body.splitlines()):
+                about = line["value"]
+                if line["key"] == "file":
+                    files[about["path"]] = base64.b64decode(about["content"])
+                elif line["key"] == "deletedFile":
+                    del files[about["path"]]
+            commit = hub.push(repo, files)
+            answer = {"commitUrl": f"{hub.endpoint}/{repo}/commit/{commit}", "commitOid": commit}
+        self._send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
     def _answer(self) -> None:
         hub, url = self.hub, urlsplit(self.path)
         path = unquote(url.path)
@@ -170,7 +212,14 @@ class _Handler(BaseHTTPRequestHandler):
             )
         else:
             names = [{"rfilename": file} for file in files]
-            answer = {"id": repo, "sha": commit, "tags": [], "downloads": 0, "siblings": names}
+            answer = {
+                "id": repo,
+                "sha": commit,
+                "private": repo in self.hub.private,
+                "tags": [],
+                "downloads": 0,
+                "siblings": names,
+            }
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _blob(self, file: str, data: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import settings
+from hub import Hub, settings
 from huggingface_hub import constants
 from ranks import run_ranks
 from runs import SMALL, assert_same, figures
@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from splitppo import __main__ as tools
-from splitppo import train
+from splitppo import __version__, train
 from splitppo.config.cli import parse
 from splitppo.config.toml import to_toml
 from splitppo.models.tiny import build_tiny
 from splitppo.run import checkpoint
 from splitppo.run import folder as run_files
 from splitppo.run.sources import model_folder
+from splitppo.tools.push import card_of
 
 NOWHERE = "http://127.0.0.1:9"
 FLAGS = [
@@ -297,3 +298,78 @@ def test_files_are_compared_by_their_contents(
     assert [change[0] for change in run_files.changes(config, tmp_path, inputs)] == [
         "data.files b/two.jsonl"
     ]
+
+
+def test_push_uploads_what_export_writes_and_a_card(
+    moved: Path,
+    kept: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub = Hub()
+    hub.use(monkeypatch, tmp_path / "cache")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    lines = []
+    for words in (["run", "me"], ["run", "me/it"]):
+        assert typed(monkeypatch, "push", *words) == 2
+        lines.append(capsys.readouterr().err)
+    assert lines[0] == "error: me: no name of a repository on the hub; write OWNER/NAME\n"
+    assert lines[1].startswith(f"error: uploading to {hub.endpoint}/me/it failed (")
+    assert "HF_TOKEN" in lines[1]
+    assert lines[1].count("\n") == 1
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    assert typed(monkeypatch, "push", "run", "me/it", "--value") == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        f"policy: {hub.endpoint}/me/it",
+        f"value: {hub.endpoint}/me/it-value",
+    ]
+    assert hub.private == {"me/it", "me/it-value"}
+    assert typed(monkeypatch, "export", "run") == 0
+    for repo, kind in (("me/it", "policy"), ("me/it-value", "value")):
+        files = dict(hub.repos["model", repo][hub.refs["model", repo]["main"]])
+        card = files.pop("README.md").decode()
+        assert "- splitppo\n" in card
+        assert "base_model" not in card  # it has no name on the hub
+        for secret in (str(kept[1]), str(moved)):
+            assert not any(
+                secret.encode() in content for content in [*files.values(), card.encode()]
+            )
+        folder = moved / "run" / "export" / "step_000004" / kind
+        assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    mine = {"notes.md": b"mine", "gguf/config.json": b"{}"}
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
+    uploaded = hub.repos["model", "me/it"][hub.refs["model", "me/it"]["main"]]
+    hub.push("me/it", {**uploaded, **mine, **adapter})
+    assert typed(monkeypatch, "push", "run", "me/it") == 0
+    assert hub.repos["model", "me/it"][hub.refs["model", "me/it"]["main"]] == {**uploaded, **mine}
+    capsys.readouterr()
+    hub.private.clear()
+    assert typed(monkeypatch, "push", "run", "me/it") == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {hub.endpoint}/me/it is public; give --public"
+    )
+    assert typed(monkeypatch, "push", "run", "me/it", "--public") == 0
+    hub.status = 503
+    capsys.readouterr()
+    assert typed(monkeypatch, "push", "run", "me/it") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not [*(moved / "run").glob(".push-*")]
+    hub.close()
+
+
+@pytest.mark.parametrize(
+    ("base", "public"),
+    [
+        ("acme/own@" + "0123456789" * 4, "acme/own"),
+        ("acme/own", "acme/own"),
+        ("/home/alice-secret/base", None),
+        ("tiny", None),
+    ],
+)
+def test_a_card_names_a_base_of_the_hub_and_no_folder(base: str, public: str | None) -> None:
+    card = card_of(base)
+    assert card.data.base_model == public
+    assert "alice" not in str(card)
+    assert f"splitppo {__version__}" in card.text

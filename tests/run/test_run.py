@@ -43,7 +43,7 @@ from splitppo.run.life import Run
 from splitppo.run.resolve import pick_device
 from splitppo.run.sources import model_paths
 from splitppo.run.trackers import Trackers
-from splitppo.tools import answers, chat, export, plan
+from splitppo.tools import answers, chat, export, plan, push
 
 
 def frozen_rank(rank: int, argv: list[str]) -> int:
@@ -247,6 +247,8 @@ def test_a_run_without_a_value_model(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr().out.count("values: none") == 2
     out = export.export(due)
     assert [path.name for path in out.iterdir()] == ["policy"]
+    with pytest.raises(UserError, match="--value: the run has no value model"):
+        push.push(due, "owner/name", value=True)
     told = plan.plan(due, gpus=4)
     assert not any("reference with the actor" in line for line in told[1:])
     assert any("reference with the critic" in line for line in told[1:])

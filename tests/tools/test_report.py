@@ -293,5 +293,5 @@ def test_help_needs_no_torch():
     assert done.returncode == 0, done.stderr
     assert all(
         f"usage: splitppo {name}" in done.stdout
-        for name in ("report", "plan", "bench", "chat", "export", "prepare")
+        for name in ("report", "plan", "bench", "chat", "export", "push", "prepare")
     )
