@@ -420,7 +420,7 @@ def reward_rank(rank: int, folder: Path, shapes: list[SetShape]) -> dict[int, fl
         ranks=ranks,
     )
     fill(model, str(folder), device=CPU)
-    text = RewardText(Ids(), Ids(), chat=False, longest=64)
+    text = RewardText(Ids(), Ids(), longest=64)
     reward: Any = RewardModel(model, Runner(group, CPU, 24), text, offload=True)
     # a rank of four has rows 3 and 7 alone
     mine = [sample for sample in samples() if sample.row % 4 == group.dp_rank]
