@@ -2,7 +2,9 @@
 torch."""
 
 import ctypes
+import mmap
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,6 +22,8 @@ TORCHRUN = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+SAID = mmap.mmap(-1, 1 << 14)  # shared with a supervised process: the end of what it printed
+ASK = b"\0\x05\0"  # asks the process that prints it to be up to date
 OUTPUT = 1 << 16  # bytes that a supervised process may print in a second
 
 
@@ -100,4 +104,25 @@ def _print_from(source: int) -> None:
         if paid < now:
             paid += len(text) / OUTPUT
             with suppress(OSError):  # who reads it has gone
-                os.write(1, text + more * (paid >= now))
+                os.write(1, text.replace(ASK, b"") + more * (paid >= now))
+        # the end of what has come, behind spaces
+        SAID[:] = (SAID[:] + text)[-len(SAID) :]
+
+
+def forget_words() -> None:
+    """Of a supervised process: what was printed so far is of no interest any more."""
+    SAID[:] = bytes(len(SAID))
+
+
+def last_words() -> str:
+    """Of a supervised process: the last error that was printed there since `forget_words`, or the
+    last line. Its children's output is among it."""
+    SAID[:] = SAID[:].replace(ASK, bytes(len(ASK)))
+    os.write(2, ASK)  # a pipe keeps the order: what came before it has been read with it
+    end = time.monotonic() + 1
+    while ASK not in SAID[:] and time.monotonic() < end:
+        time.sleep(0.01)
+    lines = SAID[:].replace(ASK, b"").decode(errors="replace").split("\n")
+    lines = list(filter(None, (line.strip(" \r\0") for line in lines)))
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+    return (errors or lines or [""])[-1][:300]

@@ -10,9 +10,11 @@ import inspect
 import math
 import os
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -20,11 +22,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from splitppo.errors import UserError, one_line, say
+from splitppo.job.child import last_words
 
 # Answers a worker's messages: called with each, it returns the user's result, or an awaitable of
 # it, and a function that checks it.
 Handler = Callable[..., tuple[Any, Callable[[Any], Any]]]
 
+# a user's process has ended, and what it said of that is on its standard error
+ENDED = (BrokenExecutor, EOFError, ConnectionError, subprocess.SubprocessError)
 # how the names of modules begin that are imported from a user's file
 IMPORTED = "splitppo_reward_"
 FLOAT32_MAX = 3.4028234663852886e38  # the largest number that a user's function may return
@@ -67,7 +72,8 @@ class Work:
     def failed(self, error: BaseException) -> Failure:
         """The failure of a call that raised `error`."""
         if not (self.memory and isinstance(error, MemoryError)):
-            return Failure("", "error", describe(error))
+            printed = last_words() if is_of_process(error) else ""
+            return Failure("", "error", describe(error) + f"; it printed {printed}" * bool(printed))
         return Failure(
             "",
             "memory",
@@ -150,6 +156,13 @@ def describe(error: BaseException) -> str:
     user_frames = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(IMPORTED)]
     frame, line = (user_frames or frames)[-1]
     return f"{text} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def is_of_process(error: BaseException | None) -> bool:
+    """Whether the error, or one that led to it, says that a process of the user's has ended."""
+    return error is not None and (
+        isinstance(error, ENDED) or is_of_process(error.__cause__ or error.__context__)
+    )
 
 
 def is_async(function: Any) -> bool:

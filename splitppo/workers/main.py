@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from splitppo.errors import UserError
-from splitppo.job.child import fork_supervised
+from splitppo.job.child import forget_words, fork_supervised
 from splitppo.workers import Handler, Work, awaited, retry_after
 
 
@@ -31,6 +31,7 @@ def serve(connection: Connection, handler: Handler, work: Work) -> NoReturn:
     with asyncio.Runner() as runner:
         while True:
             key, *message = connection.recv()
+            forget_words()
             try:
                 result, read = handler(*message)
                 answer = read(runner.run(awaited(result)))
