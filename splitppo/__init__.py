@@ -13,7 +13,7 @@ from splitppo.config import Config as Config
 if TYPE_CHECKING:
     from splitppo.run.launcher import run as run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 class _RunPackage(ModuleType):
