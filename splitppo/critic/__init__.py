@@ -169,6 +169,7 @@ class Critic:
         rollout = scored.rollout
         old, *refs = [*logprobs, *scored.refs]
         ppo = self.context.config.ppo
+        # of all rows that ended in this step, failed and truncated ones too
         kl = algo.kl_estimate(old, refs[0] if refs else old, ppo.kl_kind)
         counts = len(rollout.rows), rollout.tokens, "spans" in scored.extra
         sums = torch.tensor([float(kl.sum()), *map(float, counts)])
@@ -221,8 +222,8 @@ class Critic:
         # Failed rows have no real score: leave them out of the moments.
         failed = {row for row, _ in scored.failures}
         failed |= {episode.row for episode in rollout.episodes if episode.end == "failed"}
-        counted = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
-        (batch,) = algo.all_moments(self.group.all_gather, [scored.totals[counted]])
+        with_score = torch.tensor([row not in failed for row in rollout.rows], dtype=torch.bool)
+        (batch,) = algo.all_moments(self.group.all_gather, [scored.totals[with_score]])
         self.past_scores = algo.merge_moments([self.past_scores, batch])
         moments = batch if config.reward.normalize == "batch" else self.past_scores
         shaped = shape_scores(

@@ -298,27 +298,28 @@ class _Decoding:
         return Ask(row.row, row.prompt + row.response, row.tokens, tokens, may_stop)
 
     def _take(self, piece: Piece) -> Iterator[Episode]:
-        """Appends what was sampled. Yields the row if it stops."""
+        """Appends what was sampled. Yields the row if it has ended, or its window has."""
         row = self.drawing.pop(piece.row)
         self.budgets[self.sampler.streams.slot(row.row)] -= len(piece.tokens)
         ids = array(IDS, piece.tokens)
         logprobs = array(LOGPROBS, piece.logprobs)
         sampled = Segment(ids, logprobs, self.step, experts=piece.experts)
         row = replace(row, segments=(*row.segments, sampled))
-        # `limit`: the ask is used up. If the turn may get more tokens, only its window has ended.
-        cut = piece.end == "limit"
+        cut = piece.end == "limit"  # the ask is used up
+        # the turn may get more tokens: only the window has ended, and the row goes on in the next
         if cut and self.sampler.left(row) and self.sampler.left_in_turn(row) > 0:
             yield row
+        # the row has ended, perhaps before its window: the slot's next row follows (`_stop`)
         elif (cut and not self.sampler.left(row)) or not self.sampler.player.answers:
             yield self._stop(replace(row, end=piece.end))
-        else:
+        else:  # the turn has ended
             answer = Segment(array(IDS), None, self.step)
             self._waits(replace(row, segments=(*row.segments, answer)))
             if not self._budget(row):  # it is answered while the others train
                 yield self.waiting.pop(row.row)
 
     def _answer(self, reply: Reply) -> Iterator[Episode]:
-        """Appends what an environment said. Yields the row if it stops."""
+        """Appends what an environment said. Yields the row if it has ended."""
         row = self.waiting.pop(reply.row)
         begun = replace(row, prompt=reply.observed.ids, spans=reply.observed.spans)
         row = self._answered(row, reply) if row.awaits else begun

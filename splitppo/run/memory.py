@@ -247,7 +247,8 @@ def with_setting(resolved: Resolved, table: str, name: str, setting: Any) -> Res
 def _turns(
     resolved: Resolved, role: Role, memory: float
 ) -> Iterator[tuple[str, Sequence[str], Parts]]:
-    """A role's phases: name, the models whose turn it is, and what is held beside the models."""
+    """A role's phases: name, the models whose turn it is, and what is held beside the models. What
+    is not offloaded stays on the GPU in all phases (`_held`)."""
     models = [name for name in resolved.models if resolved.role_of(name) == role]
     engine = {}
     if role == "actor" or resolved.placement.colocated:
