@@ -196,9 +196,11 @@ def _message_of(box: str) -> str:
         message,
     ):
         return "{} {}: write {}: {}".format(*wrong.groups())
-    unknown = message.startswith("Unrecognized") and not near
-    switch = "; a switch takes no value: write --data.chat or --data.no-chat" * unknown
-    return f"{message}{switch}; {f'did you mean {near}?' if near else 'see --help'}"
+    is_word = re.match("Unrecognized options: [^-]", message) and not near
+    lone = (
+        "; a switch takes no value: write --data.chat or --data.no-chat; a preset follows --config"
+    )
+    return f"{message}{lone * bool(is_word)}; {f'did you mean {near}?' if near else 'see --help'}"
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:

@@ -66,6 +66,7 @@ FLAGS = cases(r"""
 --ppo.kl-kind=k4 => --ppo.kl-kind ... k4
 --ppo.importance=rows => --ppo.importance ... rows
 stray => stray
+--engine.steady => Unrecognized options: --engine.steady; see --help
 """)
 
 # For each rule of config/rules.py: a value that breaks it, the rule, the settings.
@@ -276,7 +277,7 @@ EARLY = [
 --config={d}/pair.toml => pair.toml: ... --reward.clip ... FLOAT FLOAT ... ['5'] ... see --help
 --config={d} => --config {d}: it is a folder
 --config={d}/key.toml --config {d}/list.toml => --config is given twice
-mine.toml => Unrecognized options: mine.toml
+mine.toml => Unrecognized options: mine.toml; ... a preset follows --config
 --rollout.max-new-tokens=1024 =>
     a prompt of 1 tokens and rollout.max_new_tokens=1024 are 1025 together, more than the 1024 ...
     path=tiny can
