@@ -14,6 +14,7 @@ from typing import Any
 
 OTHER = "; fix that, or name another path"
 FREE = "; free space on that disk, or choose another --run-dir"
+CLEAR = "\r\x1b[K"  # empties a terminal's line
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk; they come without a path, too
 
 
@@ -35,10 +36,12 @@ class UserError(Exception):
 
 
 def say(*parts: str, error: bool = False) -> None:
-    """Prints a line of the parts that are not empty, an error to standard error."""
+    """Prints a line of the parts that are not empty, an error to standard error; on a terminal in
+    the place of a ^C that was typed."""
     stream = sys.stderr if error else sys.stdout
     # one write: torchrun starts ranks without buffers, and the lines of two ranks would mix
-    print(f"{'; '.join(filter(None, parts))}\n", end="", flush=True, file=stream)
+    start = CLEAR if stream.isatty() else ""
+    print(f"{start}{'; '.join(filter(None, parts))}\n", end="", flush=True, file=stream)
 
 
 def warn(message: str) -> None:

@@ -6,13 +6,13 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from splitppo.errors import warn
+from splitppo.errors import UserError, warn
 from splitppo.placement import Role
 from splitppo.run.files import parse_record, read_lines, write_whole
 from splitppo.run.screen import Screen
@@ -20,7 +20,13 @@ from splitppo.run.screen import Screen
 
 def records_until(path: Path, step: int) -> str:
     """The lines of a role's file up to a step, each step's last. Raises UserError if one before the
-    last is broken; a last one without its end is left out."""
+    last is broken. No process may be writing the file: a last line that is whole but for its end
+    gets it."""
+    last = path.read_bytes().rpartition(b"\n")[2] if path.is_file() else b""
+    with suppress(UserError):
+        parse_record(last, "")
+        with path.open("ab") as file:
+            file.write(b"\n")
     lines = read_lines(path, lambda line, where: (parse_record(line, where)["step"], f"{line}\n"))
     return "".join(line for number, line in dict(lines).items() if number <= step)
 
