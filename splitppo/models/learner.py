@@ -166,14 +166,15 @@ class Learner:
         self.release_memory(changed=True)
         if not sums:
             return []
+        tokens = torch.tensor([metrics.pop("tokens") for metrics in sums], dtype=torch.float64)
+        trained = self.runner.group.all_sum(tokens).sum().item() / self.runner.group.dp_size
         # of all steps in one message
         parts = [[float(part) for part in metrics.values()] for metrics in sums]
         rows = self.runner.group.all_sum(torch.tensor(parts, dtype=torch.float64)).tolist()
         steps = [dict(zip(sums[0], row, strict=True)) for row in rows]
-        tokens = sum(step.pop("tokens") for step in steps) / self.runner.group.dp_size
         sequence = sequence_of(self.model)
         work_metrics = {
-            "update_tflop": 1e-12 * self.flops * tokens / (sequence.size if sequence else 1)
+            "update_tflop": 1e-12 * self.flops * trained / (sequence.size if sequence else 1)
         } | load.figures(self.runner.group)
         return [
             step | {"grad_norm": norm, "skipped": float(not math.isfinite(norm))} | work_metrics
