@@ -4,7 +4,6 @@ import argparse
 import io
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -51,9 +50,7 @@ def parse(argv: Sequence[str], *, recorded: bool = False) -> Config:
     run = Path(os.path.expanduser(config.run_dir or ""))
     if config.run_dir and not recorded and has_steps(run):
         # of a file that can't be read, the checks of the folder say what is wrong
-        # what this version lacks is told once for all ranks
-        once = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
-        with suppress(UserError), redirect_stderr(once):
+        with suppress(UserError), redirect_stderr(io.StringIO()):
             run_settings = toml.read_preset(str(run / "config.toml"), recorded=True)
             run_settings = {
                 name: value for name, value in run_settings.items() if not re.fullmatch(ANEW, name)
